@@ -1,0 +1,1101 @@
+"""Structured first-layer initialization (SFLI): initializers, networks, derivatives, eps-rank, training.
+
+Tang, Yang, Zhao, Zhu, "Structured First-Layer Initialization Pre-Training Techniques to Accelerate
+Training Process Based on eps-Rank"; equation and example names below are the paper's.
+
+Copy this file into your own project; it needs torch and nothing else beside it:
+
+    from common import sfli
+    net = sfli(net, [(-1, 1), (-1, 1)])      # net: an nn.Sequential on the square [-1, 1]^2
+
+Sections: SFLI - Networks - Derivatives - eps-rank - Training - Command line and output.
+"""
+import argparse
+import contextlib
+import csv
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# ------------------------------------------------------------------------------------------------
+# SFLI (Section 3.1): F_i(x) = sigma(gamma (alpha_i . x + c_i)), stored as w = gamma alpha, b = gamma c
+# ------------------------------------------------------------------------------------------------
+
+KINDS = ("gauss", "tanh", "cos", "hat")
+
+
+class FirstLayer(nn.Module):
+    """First hidden layer with its activation: sigma(W x + b), or for "gauss" the radial
+    F_i(x) = exp(-sum_k (w_ik x_k + b_ik)^2) with w, b [n, d]; w and b are what is trained."""
+
+    def __init__(self, kind, weight, bias):
+        super().__init__()
+        self.kind, self.weight, self.bias = kind, nn.Parameter(weight), nn.Parameter(bias)
+
+    def forward(self, x):
+        if self.kind != "gauss":
+            z = F.linear(x, self.weight, self.bias)
+            return hat(z) if self.kind == "hat" else getattr(torch, self.kind)(z)
+        # One product with the expanded square; it cancels up to gamma^2 |x|^2 digits, which float64
+        # has and float32 has not (gamma = 50: 2e-4 relative), hence the two casts around a thin product.
+        dtype, x, w, b = self.weight.dtype, x.double(), self.weight.double(), self.bias.double()
+        s = F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
+        # Below exp(-40) = 4e-18 a bump adds nothing to a sum of O(1) terms in either precision, but left
+        # alone its tails are subnormal numbers, on which CPUs multiply matrices a hundred times slower.
+        return torch.exp((-s).to(dtype)) * (s < 40)
+
+    def extra_repr(self):
+        return f"{self.kind}, {self.weight.shape[1]} -> {self.weight.shape[0]}"
+
+
+def hat(z):
+    return F.relu(1 - torch.abs(z))
+
+
+def shape_parameter(n, domain, C=1.0):
+    """gamma = C (n^(1/d) - 1) / |Omega|^(1/d), eq. (choice)."""
+    if n < 2:
+        raise ValueError("gamma: eq. (choice) is zero for one neuron; widen the layer or give gamma")
+    d = len(domain)
+    return C * (n ** (1 / d) - 1) / volume(domain) ** (1 / d)
+
+
+def volume(domain):
+    return math.prod(hi - lo for lo, hi in domain)
+
+
+def uniform(domain, n, generator=None, dtype=None):
+    """n points drawn uniformly from the box [(lo, hi), ...] -> [n, d], on the generator's device."""
+    device = generator.device if generator is not None else "cpu"
+    lo, hi = torch.tensor(domain, dtype=dtype or torch.get_default_dtype(), device=device).T
+    return lo + (hi - lo) * torch.rand(n, len(domain), generator=generator, dtype=lo.dtype, device=device)
+
+
+def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None):
+    """Give `net` a structured first layer on the box `domain` = [(lo, hi), ...] and return it.
+
+    nn.Sequential     a new one, in which the first Linear and the activation behind it are replaced;
+                      modules before that Linear (an embedding) stay and are applied to the centres.
+    nn.Linear         the layer to assign back, `self.first = sfli(self.first, domain)`. It contains its
+                      activation: drop the one that your forward() applied to the old layer.
+    network of below  the first layer (MLP, ResNet) or both encoders (ModifiedMLP, PirateNet), in place.
+
+    gamma defaults to eq. (choice) with the layer's width and C. Draws come from `generator`."""
+    domain = [(float(lo), float(hi)) for lo, hi in domain]
+    for k, (lo, hi) in enumerate(domain):
+        if not lo < hi:
+            raise ValueError(f"domain: axis {k} is ({lo:g}, {hi:g}); each axis needs lo < hi")
+    if kind not in KINDS:
+        raise ValueError(f"kind: {kind!r} is unknown; choose one of {', '.join(KINDS)}")
+    if gamma is not None and not gamma > 0 or not C > 0:
+        raise ValueError("gamma and C must be positive")
+    if isinstance(net, (nn.Linear, Dense)):
+        return _first_layer(net, lambda x: x, domain, kind, gamma, C, generator)
+    if isinstance(net, nn.Sequential):
+        at = next((k for k, m in enumerate(net) if isinstance(m, (nn.Linear, Dense))), None)
+        if at is None or at + 1 == len(net) or next(net[at + 1].parameters(), None) is not None:
+            raise ValueError("net: the Sequential needs a Linear followed by an activation")
+        layer = _first_layer(net[at], net[:at], domain, kind, gamma, C, generator)
+        return nn.Sequential(*net[:at], layer, *net[at + 2:])
+    if not hasattr(net, "sfli_layers"):
+        raise ValueError(f"net: {type(net).__name__} is no Sequential, no Linear and no network of common.py; "
+                         "call sfli on its first Linear and assign the result back")
+    for name in net.sfli_layers:
+        layer = getattr(net, name)[0]
+        setattr(net, name, _first_layer(layer, net.embed, domain, kind, gamma, C, generator))
+    return net
+
+
+def _first_layer(old, embed, domain, kind, gamma, C, generator):
+    p = next(old.parameters())
+    n, d = old.out_features, old.in_features
+    gamma = shape_parameter(n, domain, C) if gamma is None else gamma
+    # Centres and shifts live where data can be: draw in the physical domain, then embed.
+    with torch.no_grad():
+        x = uniform(domain, max(n, 1024), generator, torch.float64)
+        x = embed(x.to(p.device, p.dtype)).double()  # [max(n, 1024), d]
+    if x.shape[1] != d:
+        raise ValueError(f"domain: has {len(domain)} axes, which makes {x.shape[1]} inputs; the layer takes {d}")
+    if kind == "gauss":
+        w = torch.full((n, d), gamma, dtype=torch.float64)
+        b = -gamma * x[:n]
+    else:
+        alpha = torch.randn(n, d, generator=generator, dtype=torch.float64, device=generator and generator.device)
+        alpha = alpha.to(p.device)
+        if kind != "cos":
+            alpha = alpha / alpha.norm(dim=1, keepdim=True)  # uniform on the unit sphere
+        # The paper's c_i >= 0 "uniform in an interval with respect to Omega": measured from the middle of
+        # the domain, c_i is uniform on [0, max_x |alpha_i . (x - middle)|], so every hyperplane
+        # alpha_i . (x - middle) + c_i = 0 meets the domain; both sides are served by the signs of alpha_i.
+        middle = (x.amin(0) + x.amax(0)) / 2
+        reach = ((x - middle) @ alpha.T).abs().amax(0)  # [n]
+        c = reach * torch.rand(n, generator=generator, dtype=torch.float64, device=generator and generator.device).to(p.device)
+        w, b = gamma * alpha, gamma * (c - alpha @ middle)
+    return FirstLayer(kind, w.to(p), b.to(p))
+
+
+# ------------------------------------------------------------------------------------------------
+# Networks: y = beta . y_L with y_L the features of the last hidden layer
+# ------------------------------------------------------------------------------------------------
+
+
+class Dense(nn.Module):
+    """W x + b, Xavier-normal W, b = 0. With rwf = (mu, sigma): random weight factorization
+    W = diag(g) V, g = exp(mu + sigma N(0, 1)), with g and V trained instead of W."""
+
+    def __init__(self, d, n, rwf=None):
+        super().__init__()
+        self.in_features, self.out_features = d, n
+        w = torch.randn(n, d) * math.sqrt(2 / (n + d))
+        self.bias = nn.Parameter(torch.zeros(n))
+        self.g = None
+        if rwf is not None:
+            mu, sigma = rwf
+            self.g = nn.Parameter(torch.exp(mu + sigma * torch.randn(n, 1)))
+            w = w / self.g.detach()
+        self.weight = nn.Parameter(w)
+
+    def forward(self, x):
+        return F.linear(x, self.weight if self.g is None else self.g * self.weight, self.bias)
+
+
+def layer(d, n, rwf=None):
+    return nn.Sequential(Dense(d, n, rwf), nn.Tanh())
+
+
+class Periodic(nn.Module):
+    """Exact periodicity: x_k -> cos(2 pi x_k / P_k), sin(2 pi x_k / P_k) for the axes in `periods`
+    = {axis: period}, the other axes unchanged, in the order of the axes."""
+
+    def __init__(self, d, periods):
+        super().__init__()
+        self.d, self.periods = d, dict(periods)
+        if not all(0 <= k < d and p > 0 for k, p in self.periods.items()):
+            raise ValueError(f"periods: {self.periods} must map axes 0..{d - 1} to positive periods")
+
+    def forward(self, x):
+        columns = []
+        for k in range(self.d):
+            x_k = x[..., k : k + 1]
+            if k in self.periods:
+                z = x_k * (2 * math.pi / self.periods[k])
+                columns += [torch.cos(z), torch.sin(z)]
+            else:
+                columns.append(x_k)
+        return torch.cat(columns, -1)
+
+
+class FourierFeatures(nn.Module):
+    """The competitor's encoder: x -> [cos(B x), sin(B x)], B ~ scale N(0, 1), trained like jaxpi's."""
+
+    def __init__(self, d, n, scale=1.0):
+        super().__init__()
+        self.B = nn.Parameter(scale * torch.randn(n // 2, d))
+
+    def forward(self, x):
+        z = F.linear(x, self.B)
+        return torch.cat([torch.cos(z), torch.sin(z)], -1)
+
+
+class MLP(nn.Module):
+    """y_1 = first(x), y_l = tanh(W_l y_{l-1} + b_l), eq. (st::NN); `embed` maps x to `d` inputs."""
+
+    sfli_layers = ("first",)
+
+    def __init__(self, d, n, L, out=1, rwf=None, embed=None):
+        super().__init__()
+        self.embed = nn.Identity() if embed is None else embed
+        self.first = layer(d, n, rwf)
+        self.blocks = nn.ModuleList(layer(n, n, rwf) for _ in range(L - 1))
+        self.out = Dense(n, out, rwf)
+
+    def hidden(self, x):
+        """Features of every hidden layer, first to last."""
+        y = [self.first(self.embed(x))]
+        for block in self.blocks:
+            y.append(block(y[-1]))
+        return y
+
+    def forward(self, x):
+        return self.out(self.hidden(x)[-1])
+
+
+class ResNet(MLP):
+    """y_1 = first(x), y_l = y_{l-1} + tanh(W_l y_{l-1} + b_l)."""
+
+    def hidden(self, x):
+        y = [self.first(self.embed(x))]
+        for block in self.blocks:
+            y.append(y[-1] + block(y[-1]))
+        return y
+
+
+class Gated(nn.Module):
+    """One layer of eq. (modifiedMLP): z = tanh(W y + b), z U + (1 - z) V, as V + z (U - V)."""
+
+    def __init__(self, d, n, rwf=None):
+        super().__init__()
+        self.dense = Dense(d, n, rwf)
+
+    def forward(self, y, D, V):
+        return V + torch.tanh(self.dense(y)) * D
+
+
+class ModifiedMLP(nn.Module):
+    """Encoders U, V, then L gated layers, eq. (encoder) and (modifiedMLP)."""
+
+    sfli_layers = ("U", "V")
+
+    def __init__(self, d, n, L, out=1, rwf=None, embed=None):
+        super().__init__()
+        self.embed = nn.Identity() if embed is None else embed
+        self.U, self.V, self.first = layer(d, n, rwf), layer(d, n, rwf), Gated(d, n, rwf)
+        self.blocks = self.make_blocks(n, L, rwf)
+        self.out = Dense(n, out, rwf)
+
+    def make_blocks(self, n, L, rwf):
+        return nn.ModuleList(Gated(n, n, rwf) for _ in range(L - 1))
+
+    def hidden(self, x):
+        x = self.embed(x)
+        V = self.V(x)
+        D = self.U(x) - V
+        y = [self.first(x, D, V)]
+        for block in self.blocks:
+            y.append(block(y[-1], D, V))
+        return y
+
+    def forward(self, x):
+        return self.out(self.hidden(x)[-1])
+
+
+class PirateBlock(nn.Module):
+    """Eq. (residualblock): two gated layers, one plain, adaptive skip alpha h + (1 - alpha) y, alpha = 0."""
+
+    def __init__(self, n, rwf=None):
+        super().__init__()
+        self.f, self.g, self.h = Gated(n, n, rwf), Gated(n, n, rwf), layer(n, n, rwf)
+        self.alpha = nn.Parameter(torch.zeros(()))
+
+    def forward(self, y, D, V):
+        h = self.h(self.g(self.f(y, D, V), D, V))
+        return y + self.alpha * (h - y)
+
+
+class PirateNet(ModifiedMLP):
+    """Encoders and one gated layer, then L residual blocks, eq. (st::pnet). Its last line reads
+    y = beta . y_L; we take y_{L+1}, or the last block would have no effect."""
+
+    def make_blocks(self, n, L, rwf):
+        return nn.ModuleList(PirateBlock(n, rwf) for _ in range(L))
+
+
+# ------------------------------------------------------------------------------------------------
+# Derivatives: collapsed Taylor mode. A Jet carries a function's value and the wanted derivatives
+# through the network at once; a linear layer is one matrix product over all of them.
+# ------------------------------------------------------------------------------------------------
+
+
+def jet(f, x, variables, derivatives):
+    """Value and derivatives of f at x [B, d], each [B, out]:
+
+        u, u_t, u_x, u_xx = jet(net, x, "t x", "t x xx")
+        u, u_t, lap = jet(net, x, "t x1 x2 x3", "t x1x1+x2x2+x3x3")
+
+    `variables` names the columns of x (a letter, then digits if you like). `derivatives` lists products
+    of these names, up to third order; a sum costs one channel, not one per term. f is any module or
+    function made of the operations in RULES; it sees a Jet where it expects a tensor."""
+    plan = _plan(variables, derivatives)
+    if x.shape[-1] != plan.d:
+        raise ValueError(f"variables: {variables!r} names {plan.d} columns, x has {x.shape[-1]}")
+    eye = torch.eye(plan.d, dtype=x.dtype, device=x.device)
+    seed = [x] + [eye[list(c)].sum(0) if c else None for c in plan.seeds]
+    y = f(Jet(seed, plan)).full()
+    return [y[0]] + [sum(y[c] for c in channels) for channels in plan.outputs]
+
+
+class Plan:
+    """Channel list of a jet and the rules on it. A channel is a sum of terms, a term a sorted tuple of
+    variable numbers: "xx+yy" is ((0, 0), (1, 1)). Products need the proper parts of every term as channels
+    of their own; a sum itself appears only linearly, which is why it needs no more than one channel."""
+
+    def __init__(self, variables, derivatives):
+        number = {v: k for k, v in enumerate(variables.split())}
+        wanted = []
+        for entry in derivatives.split():
+            terms = []
+            for term in entry.split("+"):
+                names = re.findall(r"[A-Za-z]\d*", term)
+                if not names or "".join(names) != term or not set(names) <= set(number) or len(names) > 3:
+                    raise ValueError(f"derivatives: {term!r} is no product of one to three of {variables!r}")
+                terms.append(tuple(sorted(number[v] for v in names)))
+            wanted.append(tuple(sorted(terms)))
+        parts = {(s,) for entry in wanted for term in entry for s, rest in splits(term)}
+        alone = parts | {entry for entry in wanted if len(entry) == 1}
+        sums = {entry for entry in wanted if not all((term,) in alone for term in entry)}
+        channels = [()] + sorted(alone | sums, key=lambda c: (max(map(len, c)), c))
+        at = {c: k for k, c in enumerate(channels)}
+        self.d = len(number)
+        self.seeds = [tuple(term[0] for term in c if len(term) == 1) for c in channels[1:]]
+        self.outputs = [[at[e]] if e in at else [at[(term,)] for term in e] for e in wanted]
+        self.order = max([len(term) for c in channels for term in c], default=0)
+        # chain[c]: f(z)_c = f'(z) z_c + sum of  m f^(k)(z) z_i1 .. z_ik   (Faa di Bruno, k >= 2)
+        # leibniz[c]: (a b)_c = a b_c + a_c b + sum of  m a_i b_j
+        self.chain, self.leibniz = [], []
+        for c in channels:
+            chain, leibniz = {}, {}
+            for term in c:
+                for blocks in partitions(term):
+                    if len(blocks) > 1:
+                        key = tuple(sorted(at[(block,)] for block in blocks))
+                        chain[key] = chain.get(key, 0) + 1
+                for s, rest in splits(term):
+                    key = at[(s,)], at[(rest,)]
+                    leibniz[key] = leibniz.get(key, 0) + 1
+            self.chain.append(tuple(chain.items()))
+            self.leibniz.append(tuple(leibniz.items()))
+
+
+_plans = {}
+
+
+@torch.compiler.assume_constant_result
+def _plan(variables, derivatives):
+    key = variables, derivatives
+    if key not in _plans:
+        _plans[key] = Plan(variables, derivatives)
+    return _plans[key]
+
+
+def splits(term):
+    """Every way to split the factors of a term into two non-empty parts (s, rest)."""
+    n = len(term)
+    pick = lambda mask: tuple(term[k] for k in range(n) if mask >> k & 1)
+    return [(pick(mask), pick(~mask)) for mask in range(1, 2**n - 1)]
+
+
+def partitions(term):
+    """Every set partition of the factors of a term, as a list of lists of sorted tuples."""
+    if not term:
+        return [[]]
+    head, out = term[0], []
+    for blocks in partitions(term[1:]):
+        out.append([(head,)] + blocks)
+        out += [blocks[:k] + [tuple(sorted((head,) + blocks[k]))] + blocks[k + 1 :] for k in range(len(blocks))]
+    return out
+
+
+def _plus(a, b):
+    return b if a is None else a if b is None else a + b
+
+
+def _times(a, b):
+    return None if a is None or b is None else a if isinstance(b, int) and b == 1 else a * b
+
+
+def _pointwise(taylor):
+    """Rule for y = f(z), given taylor(z, order) -> [f(z), f'(z), ...]; None stands for zero."""
+
+    def rule(a, *args, **kwargs):
+        z, plan = a.channels, a.plan
+        f = taylor(z[0], plan.order)
+        y = [f[0]] + [_times(f[1], c) for c in z[1:]]
+        for c, terms in enumerate(plan.chain):
+            factor = [None] * 4  # of f^(k)
+            for channels, m in terms:
+                product = z[channels[0]]
+                for k in channels[1:]:
+                    product = _times(product, z[k])
+                factor[len(channels)] = _plus(factor[len(channels)], _times(product, m))
+            for k in range(2, plan.order + 1):
+                y[c] = _plus(y[c], _times(f[k], factor[k]))
+        return Jet(y, plan)
+
+    return rule
+
+
+def _tanh(z, order):
+    y = torch.tanh(z)
+    f1 = 1 - y * y
+    f2 = -2 * y * f1
+    return [y, f1, f2, -2 * (f1 * f1 + y * f2)][: order + 1]
+
+
+def _sigmoid(z, order):
+    y = torch.sigmoid(z)
+    f1 = y * (1 - y)
+    f2 = f1 * (1 - 2 * y)
+    return [y, f1, f2, f2 * (1 - 2 * y) - 2 * f1 * f1][: order + 1]
+
+
+def _sin(z, order):
+    s, c = torch.sin(z), torch.cos(z)
+    return [s, c, -s, -c][: order + 1]
+
+
+def _cos(z, order):
+    s, c = torch.sin(z), torch.cos(z)
+    return [c, -s, -c, s][: order + 1]
+
+
+def _power(p):
+    def taylor(z, order):
+        f, factor = [], 1.0
+        for k in range(order + 1):
+            f.append(None if factor == 0 else factor * z ** (p - k))
+            factor *= p - k
+        return f
+
+    return taylor
+
+
+def _add(a, b):
+    if not isinstance(a, Jet):
+        a, b = b, a
+    if isinstance(b, Jet):
+        return Jet([_plus(p, q) for p, q in zip(a.channels, b.channels)], a.plan)
+    return Jet([a.channels[0] + b] + a.channels[1:], a.plan)
+
+
+def _neg(a):
+    return a.map(lambda c: -c)
+
+
+def _sub(a, b):
+    return _add(a, _neg(b) if isinstance(b, Jet) else -b)
+
+
+def _mul(a, b):
+    if not isinstance(a, Jet):
+        a, b = b, a
+    if not isinstance(b, Jet):
+        return a.map(lambda c: c * b)
+    x, y = a.channels, b.channels
+    z = [x[0] * y[0]]
+    for c in range(1, len(x)):
+        z_c = _plus(_times(x[0], y[c]), _times(x[c], y[0]))
+        for (i, j), m in a.plan.leibniz[c]:
+            z_c = _plus(z_c, _times(_times(x[i], y[j]), m))
+        z.append(z_c)
+    return Jet(z, a.plan)
+
+
+def _div(a, b):
+    return _mul(a, _pow(b, -1) if isinstance(b, Jet) else 1 / b)
+
+
+def _pow(a, p):
+    return _pointwise(_power(p))(a)
+
+
+def _matmul(a, w):
+    """a @ w for a constant w: one product over all channels where they have the value's shape."""
+    some = [c for c in a.channels if c is not None]
+    if all(c.shape == some[0].shape for c in some):
+        y = list(torch.matmul(torch.stack(some), w).unbind(0))
+    else:
+        y = [torch.matmul(c, w) for c in some]
+    y = iter(y)
+    return Jet([None if c is None else next(y) for c in a.channels], a.plan)
+
+
+def _linear(a, weight, bias=None):
+    y = _matmul(a, weight.mT)
+    return y if bias is None else _add(y, bias)
+
+
+def _getitem(a, index):
+    index = index if isinstance(index, tuple) else (index,)
+    v = a.channels[0]
+    return a.map(lambda c: c.expand_as(v)[index])
+
+
+def _cat(jets, dim=-1):
+    """Concatenate jets; a constant among them would have to be written as a Jet with None channels."""
+    channels = []
+    for parts in zip(*(a.channels for a in jets)):
+        if all(c is None for c in parts):
+            channels.append(None)
+        else:
+            parts = [torch.zeros_like(a.channels[0]) if c is None else c.expand_as(a.channels[0])
+                     for a, c in zip(jets, parts)]
+            channels.append(torch.cat(parts, dim))
+    return Jet(channels, jets[0].plan)
+
+
+_exp = lambda z, order: [torch.exp(z)] * (order + 1)
+_relu = lambda z, order: [torch.relu(z), (z > 0).to(z.dtype), None, None][: order + 1]
+_abs = lambda z, order: [torch.abs(z), torch.sign(z), None, None][: order + 1]
+
+RULES = {
+    "linear": _linear, "matmul": _matmul, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "neg": _neg,
+    "rsub": lambda a, b: _sub(b, a), "pow": _pow, "square": lambda a: _mul(a, a), "cat": _cat,
+    "tanh": _pointwise(_tanh), "sigmoid": _pointwise(_sigmoid), "sin": _pointwise(_sin), "cos": _pointwise(_cos),
+    "exp": _pointwise(_exp), "relu": _pointwise(_relu), "abs": _pointwise(_abs),
+    "silu": lambda a, **kwargs: _mul(a, RULES["sigmoid"](a)),
+}
+
+
+class Jet:
+    """Channels of a jet: [0] the value [B, n], then one per entry of its plan; a channel is a tensor that
+    broadcasts against the value, or None for zero."""
+
+    def __init__(self, channels, plan):
+        self.channels, self.plan = channels, plan
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        rule = RULES.get(func.__name__)
+        if rule is None:
+            raise NotImplementedError(f"jet: no rule for {func.__name__}; there are rules for {', '.join(RULES)}")
+        return rule(*args, **(kwargs or {}))
+
+    def full(self):
+        """The channels, each expanded to the shape of the value."""
+        v = self.channels[0]
+        return [torch.zeros_like(v) if c is None else c.expand_as(v) for c in self.channels]
+
+    def map(self, f):
+        return Jet([None if c is None else f(c) for c in self.channels], self.plan)
+
+    def double(self):
+        return self.map(lambda c: c.double())
+
+    def to(self, *args):
+        return self.map(lambda c: c.to(*args))
+
+    # Operators are the rule functions themselves: torch.compile traces that without graph breaks.
+    __add__ = __radd__ = _add
+    __mul__ = __rmul__ = _mul
+    __sub__, __neg__, __truediv__, __pow__, __matmul__, __getitem__ = _sub, _neg, _div, _pow, _matmul, _getitem
+    __rsub__ = lambda self, other: _sub(other, self)
+    __rtruediv__ = lambda self, other: _div(other, self)
+    __lt__ = lambda self, other: self.channels[0] < other
+
+
+# ------------------------------------------------------------------------------------------------
+# eps-rank (Section 2): number of eigenvalues > eps of M = integral over Omega of phi phi^T dx
+# ------------------------------------------------------------------------------------------------
+
+
+def features(net, x):
+    """Outputs [N, n] of every hidden layer, first to last: of a network of this file or an nn.Sequential
+    (there: what enters each Linear but the first)."""
+    if hasattr(net, "hidden"):
+        return net.hidden(x)
+    if not isinstance(net, nn.Sequential):
+        raise ValueError(f"net: {type(net).__name__} has no hidden(x) that lists the outputs of its hidden layers")
+    out, seen = [], False
+    for module in net:
+        if isinstance(module, (nn.Linear, Dense)):
+            out += [x] if seen else []
+            seen = True
+        x, seen = module(x), seen or isinstance(module, FirstLayer)
+    return out
+
+
+def gram_spectrum(phi, measure=1.0):
+    """Eigenvalues, largest first, of the Gram matrix of features phi [N, n] at N points spread uniformly over
+    the domain: measure / N * phi^T phi. The product is float64 even where phi is float32: accumulated in
+    float32 it has a noise floor of 1e-9..1e-5 of the largest eigenvalue, which would count as rank."""
+    phi = phi.detach().double()
+    return torch.linalg.eigvalsh(phi.T @ phi * (measure / len(phi))).flip(0)
+
+
+@torch.no_grad()
+def eps_rank(net, x, eps=1e-6, measure=1.0, layer=-1):
+    """eps-rank of the features of hidden layer `layer` (an index, or "all" for a list) at the points x.
+
+    The paper states neither eps nor the quadrature. Ours: eps = 1e-6, equal weights on x, and
+    measure = |Omega| where d <= 3, else 1 (2^50 would swamp any threshold)."""
+    layers = features(net, x)
+    count = lambda phi: int((gram_spectrum(phi, measure) > eps).sum())
+    return [count(phi) for phi in layers] if layer == "all" else count(layers[layer])
+
+
+def grid(domain, n):
+    """n^d cell midpoints of the box `domain` -> [n^d, d]: equal-weight quadrature points for d <= 3."""
+    axes = [lo + (hi - lo) * (torch.arange(n) + 0.5) / n for lo, hi in domain]
+    return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(domain))
+
+
+# ------------------------------------------------------------------------------------------------
+# Training: sample -> named residuals -> squared, averaged, weighted -> optimiser
+# ------------------------------------------------------------------------------------------------
+
+
+def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay_every=1000, optimizer="adam",
+          weights=None, weighting="fixed", causal=None, evaluate=None, seeds=None, compile=False,
+          folder=None, config=None, resume=False):
+    """Train one network, or several at once (one per seed), and return the history: a list of rows.
+
+    sample(generator) -> batch, a dict of tensors [B, ...], drawn anew every step.
+    residuals(net, batch) -> {name: r [B]}, per-point residuals, never squares. The loss is
+        sum over names of weight * mean(r^2).
+    weighting: "fixed" keeps `weights` ({name: w}, default 1); "grad_norm" and "ntk" rebalance them.
+    causal: {"terms": [names], "tol": 1.0, "chunks": 32} weights these terms by time; their rows must be
+        sorted by time.
+    lr rises linearly over `warmup` steps, then falls by `decay` per `decay_every` steps.
+    evaluate(net) -> {name: number}, joins the history about 100 times a run.
+    Several nets train as one: parameters are stacked, the residuals vmapped, the losses summed; each
+        keeps its own draws and its own weights. The nets given hold the trained parameters at the end.
+    folder: history.csv and checkpoint.pt go there; resume continues from that checkpoint, bit for bit on
+        a CPU, and refuses one whose `config` differs."""
+    nets = list(nets) if isinstance(nets, (list, tuple)) else [nets]
+    seeds = list(range(len(nets))) if seeds is None else list(seeds)
+    device = next(nets[0].parameters()).device
+    torch.set_flush_denormal(True)  # subnormal numbers (tails of Gaussians) are slow on CPUs
+    params, member_residuals = _members(nets, residuals)
+    values = {name: p.detach() for name, p in params.items()}  # the same storage, without autograd
+    opt = make_optimizer(optimizer, list(params.values()), lr)
+    generators = [torch.Generator(device).manual_seed(1000003 * seed + 1) for seed in seeds]
+    every = max(1, steps // 100)
+    rebalance = max(1, min(1000, steps // 20))
+
+    def objective(p, batch, w):
+        r = member_residuals(p, batch)  # {name: [S, B]}
+        c = causal_weights(r, **causal) if causal else {}
+        losses = {k: (c.get(k, 1) * r[k] ** 2).mean(1) for k in r}  # {name: [S]}
+        return sum((w[k] * losses[k]).sum() for k in losses), losses
+
+    def draw():
+        batches = [sample(g) for g in generators]
+        return batches[0] if len(nets) == 1 else {k: torch.stack([b[k] for b in batches]) for k in batches[0]}
+
+    # Small networks wait for Python: compile the whole step, gradient included. Large ones wait for memory:
+    # compile the repeated block (a fourth of the compile time, equal speed).
+    whole = compile and (len(nets) > 1 or sum(p.numel() for p in values.values()) < 50_000)
+    if whole:
+        compiled = torch.compile(torch.func.grad_and_value(objective, has_aux=True), dynamic=False)
+    elif compile:
+        for block in getattr(nets[0], "blocks", nets):
+            block.compile(dynamic=False)
+
+    def backward(batch, w):
+        if whole:
+            grads, (total, losses) = compiled(values, batch, w)
+            for name, p in params.items():
+                p.grad = grads[name]
+        else:
+            opt.zero_grad()
+            total, losses = objective(params, batch, w)
+            total.backward()
+            losses = {k: v.detach() for k, v in losses.items()}
+        return losses
+
+    step, seconds, history, sums, count, w = 0, 0.0, [], {}, 0, None  # w: {name: [S]}, once the names are known
+    path = None if folder is None else Path(folder) / "checkpoint.pt"
+    if resume:
+        state = load_checkpoint(path, config)
+        with torch.no_grad():
+            for name, p in params.items():
+                p.copy_(state["params"][name])
+        opt.load_state_dict(state["optimizer"])
+        for g, s in zip(generators, state["generators"]):
+            g.set_state(s.cpu())
+        w = {k: v.to(device) for k, v in state["weights"].items()}
+        sums = {k: v.to(device) for k, v in state["sums"].items()}
+        step, seconds, history, count = state["step"], state["seconds"], state["history"], state["count"]
+    start = saved = time.perf_counter()
+    bar = progress(steps, step)
+    while step <= steps:
+        record = step % every == 0 or step == steps
+        batch = draw()
+        if w is None:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                r = member_residuals(params, batch)
+            for k in r:
+                if r[k].dim() != 2:
+                    raise ValueError(f"residuals: {k!r} has shape {list(r[k].shape[1:])}; one number per point, [B], is wanted")
+            if unknown := set(weights or {}) - set(r):
+                raise ValueError(f"weights: {sorted(unknown)} are no residuals; there are {sorted(r)}")
+            w = {k: torch.full_like(r[k][:, 0], (weights or {}).get(k, 1.0)) for k in r}
+        if weighting != "fixed" and step % rebalance == 0:
+            with torch.compiler.set_stance("force_eager"):
+                new = balance(weighting, member_residuals(params, batch), params, causal, generators)
+            w = {k: 0.9 * w[k] + 0.1 * new[k] for k in w}
+        for group in opt.param_groups:
+            group["lr"] = learning_rate(step, lr, warmup, decay, decay_every)
+        losses = backward(batch, w)
+        sums = {k: sums[k] + v if sums else v for k, v in losses.items()}
+        count += 1
+        if device.type == "cpu" or record:  # elsewhere looking costs a synchronisation
+            bad = [k for k, v in losses.items() if not v.isfinite().all()]
+            if bad:
+                raise FloatingPointError(f"the loss of {', '.join(bad)} is not finite at step {step}; try a smaller --lr, "
+                                         "a smaller --gamma, or --dtype float64")
+        if record:
+            now = seconds + time.perf_counter() - start
+            for s, net in enumerate(nets):
+                row = {"step": step, "seed": seeds[s], "loss": sum((w[k][s] * v[s]).item() for k, v in sums.items()) / count}
+                row |= {f"loss_{k}": v[s].item() / count for k, v in sums.items()}
+                row |= {f"weight_{k}": v[s].item() for k, v in w.items()} if weighting != "fixed" else {}
+                row |= {"lr": opt.param_groups[0]["lr"], "seconds": now}
+                if evaluate is not None:
+                    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                        row |= evaluate(net)
+                history.append(row)
+            sums, count = {}, 0
+            write_history(folder, history)
+            if bar:
+                bar.set_postfix({k: f"{row[k]:.3g}" for k in ("loss", "rel_l2", "eps_rank") if k in row}, refresh=False)
+        if step < steps:
+            opt.step()
+            if bar:
+                bar.update()
+        step += 1
+        if path is not None and (time.perf_counter() - saved > CHECKPOINT_SECONDS or step > steps):
+            save_checkpoint(path, {
+                "config": config, "step": step, "seconds": seconds + time.perf_counter() - start, "history": history,
+                "params": values, "optimizer": opt.state_dict(), "generators": [g.get_state() for g in generators],
+                "weights": w, "sums": sums, "count": count})
+            saved = time.perf_counter()
+    if bar:
+        bar.close()
+    return history
+
+
+CHECKPOINT_SECONDS = 60.0
+
+
+def _members(nets, residuals):
+    """Parameters {name: tensor}, stacked [S, ...] for S > 1 networks, and residuals (params, batch) -> {name: [S, B]}."""
+    call = lambda net, p: lambda x: torch.func.functional_call(net, p, (x,))
+    if len(nets) == 1:
+        net, params = nets[0], dict(nets[0].named_parameters())
+
+        def single(p, batch):
+            r = residuals(net if p is params else call(net, p), batch)
+            return {k: v.unsqueeze(0) for k, v in r.items()}
+
+        return params, single
+    params, _ = torch.func.stack_module_state(nets)
+    for s, net in enumerate(nets):
+        for name, p in net.named_parameters():
+            p.data = params[name].data[s]  # a view: the nets follow the stacked parameters
+    return params, torch.func.vmap(lambda p, batch: residuals(call(nets[0], p), batch))
+
+
+def make_optimizer(name, params, lr):
+    if name == "adam":
+        return torch.optim.Adam(params, lr, fused=True)
+    try:
+        from pytorch_optimizer import SOAP
+    except ImportError:
+        raise ValueError("--optimizer soap needs the package pytorch-optimizer: pip install pytorch-optimizer") from None
+    return SOAP(params, lr, betas=(0.9, 0.999), weight_decay=0.0, precondition_frequency=10)
+
+
+def learning_rate(step, lr, warmup, decay, decay_every):
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    return lr * decay ** ((step - warmup) / decay_every)
+
+
+def causal_weights(r, terms, tol=1.0, chunks=32):
+    """w_i = exp(-tol sum_{j<i} L_j), L_j the mean square of time chunk j, the smallest over `terms`; constants
+    for the gradient. {name: [S, B]}; rows sorted by time, B a multiple of chunks."""
+    weight = None
+    for k in terms:
+        S, B = r[k].shape
+        if B % chunks:
+            raise ValueError(f"--batch: {B} points do not divide into {chunks} causal chunks; use a multiple of {chunks}")
+        L = r[k].detach().square().reshape(S, chunks, -1).mean(2)  # [S, chunks]
+        w_k = torch.exp(-tol * (L.cumsum(1) - L))
+        weight = w_k if weight is None else torch.minimum(weight, w_k)
+    return {k: weight.repeat_interleave(r[k].shape[1] // chunks, 1) for k in terms}
+
+
+def balance(scheme, r, params, causal, generators):
+    """New loss weights {name: [S]}: mean over the terms of g, divided by g of the term (jaxpi's normalisation), where
+    g is the norm of the gradient of the term's loss (Wang, Teng, Perdikaris 2021), or for "ntk" the mean over its
+    points of |d r_i / d theta|^2 (Wang, Yu, Perdikaris 2022), estimated without bias by |grad sum_i v_i r_i|^2 / B
+    with random signs v."""
+    c = causal_weights(r, **causal) if causal else {}
+    g = {}
+    for k in r:
+        scaled = r[k] * c[k].sqrt() if k in c else r[k]  # [S, B]
+        if scheme == "grad_norm":
+            target = scaled.square().mean(1).sum()
+        else:
+            v = [torch.randint(0, 2, row.shape, generator=g_s, device=row.device) for row, g_s in zip(scaled, generators)]
+            target = ((2 * torch.stack(v) - 1) * scaled).sum() / math.sqrt(scaled.shape[1])
+        grads = torch.autograd.grad(target, list(params.values()), retain_graph=True, allow_unused=True)
+        squares = [d.square().reshape(len(scaled), -1).sum(1) for d in grads if d is not None]
+        g[k] = sum(squares).sqrt() if scheme == "grad_norm" else sum(squares)  # [S]
+    mean = sum(g.values()) / len(g)
+    return {k: mean / (v + 1e-12 * mean) for k, v in g.items()}
+
+
+def progress(steps, start):
+    """A progress bar with loss, error, rank and the time left; None where stderr is no terminal or tqdm is absent."""
+    with contextlib.suppress(ImportError):
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            return tqdm(total=steps, initial=min(start, steps), dynamic_ncols=True, unit="step")
+
+
+def save_checkpoint(path, state):
+    atomically(path, lambda tmp: torch.save(state, tmp))
+
+
+def load_checkpoint(path, config):
+    if path is None or not path.exists():
+        raise ValueError(f"--resume: there is no checkpoint {path}; run without --resume first")
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+        found = state["config"]
+    except Exception as e:
+        raise ValueError(f"--resume: {path} cannot be read ({type(e).__name__}); delete it and run without --resume") from None
+    if found != config:
+        differs = [k for k in {**(found or {}), **(config or {})} if (found or {}).get(k) != (config or {}).get(k)]
+        raise ValueError(f"--resume: {path} is of another configuration ({', '.join(differs)} differ); "
+                         "use the same flags, or another --out")
+    return state
+
+
+def atomically(path, write):
+    """write(temporary path), then rename: `path` is always whole, the old one or the new one."""
+    tmp = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(tmp)
+        os.replace(tmp, path)
+    except BaseException:
+        tmp.unlink(missing_ok=True)
+        raise
+
+
+def write_history(folder, history):
+    if folder is None or not history:
+        return
+
+    def write(tmp):
+        with open(tmp, "w", newline="") as f:
+            table = csv.DictWriter(f, list(history[0]))
+            table.writeheader()
+            table.writerows(history)
+
+    atomically(Path(folder) / "history.csv", write)
+
+
+# ------------------------------------------------------------------------------------------------
+# Command line and output
+# ------------------------------------------------------------------------------------------------
+
+
+def fail(message, status=2):
+    """One line on stderr, naming the flag and the remedy; exit status 2 for bad input."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def positive(kind):
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a positive {'integer' if kind is int else 'number'}, got {text!r}")
+        return value
+
+    return parse
+
+
+def natural(text):
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a non-negative integer, got {text!r}")
+    return int(text)
+
+
+def parse_args(description, presets, argv=None, extra=None):
+    """The flags shared by all scripts. `presets` = {"paper": {...}, "laptop": {...}, "smoke": {...}} fills what the
+    command line leaves open; extra(parser) adds the script's own flags."""
+    cli = argparse.ArgumentParser(description=description, allow_abbrev=False,
+                                  formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.error = fail
+    flag = cli.add_argument
+    flag("--sfli", nargs="?", const="gauss", choices=KINDS, help="structured first layer; without a value: gauss")
+    flag("--all", action="store_true", help="every configuration of the figure or table, and the figure")
+    flag("--preset", default="auto", choices=["auto", *presets], help="auto: paper on CUDA, laptop on a CPU")
+    flag("--steps", type=positive(int), help="training steps; the schedule is stretched with them")
+    flag("--batch", type=positive(int), help="points per step")
+    flag("--width", type=positive(int), help="neurons per hidden layer")
+    flag("--lr", type=positive(float), help="initial learning rate")
+    flag("--optimizer", choices=["adam", "soap"], help="soap needs the package pytorch-optimizer")
+    flag("--seed", type=natural, default=0, help="first seed (default 0)")
+    flag("--seeds", type=positive(int), default=1, help="number of seeds, trained at once (default 1)")
+    flag("--gamma", type=positive(float), help="shape parameter of SFLI (default: the paper's table)")
+    flag("--C", type=positive(float), help="take gamma = C (n^(1/d) - 1) / |Omega|^(1/d) instead")
+    flag("--eps", type=positive(float), default=1e-6, help="threshold of the eps-rank (default 1e-6)")
+    flag("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
+    flag("--dtype", default="float32", choices=["float32", "float64"], help="precision of the training")
+    flag("--compile", default="auto", choices=["auto", "on", "off"],
+         help="torch.compile; auto: from 2000 steps on, where a C++ compiler (on CUDA: triton) is found")
+    flag("--out", default="runs", help="results go to OUT/experiment/config/ (default runs)")
+    flag("--resume", action="store_true", help="continue from the checkpoints in OUT")
+    flag("--no-plot", action="store_true", help="no figures")
+    if extra:
+        extra(cli)
+    args = cli.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
+    if args.all and args.sfli:
+        fail("--all runs every configuration; drop --sfli")
+    if args.gamma and args.C:
+        fail("--gamma and --C exclude each other; drop one")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
+        fail(f"--device: {args.device!r} is unknown; use auto, cpu, cuda or cuda:N")
+    if args.device != "cpu" and int((args.device + ":0").split(":")[1]) >= torch.cuda.device_count():
+        fail(f"--device {args.device}: PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
+    if args.preset == "auto":
+        args.preset = "laptop" if args.device == "cpu" else "paper"
+        print(f"preset {args.preset} (device {args.device}; choose with --preset {'|'.join(presets)})")
+    preset = dict(warmup=0, decay=1.0, decay_every=1000) | presets[args.preset]
+    for key in ("warmup", "decay_every"):
+        preset[key] *= (args.steps or preset["steps"]) / preset["steps"]
+    for key, value in preset.items():
+        if getattr(args, key, None) is None:
+            setattr(args, key, value)
+    if args.optimizer == "soap":
+        if args.seeds > 1:
+            fail("--optimizer soap preconditions one network; use --seeds 1 or --optimizer adam")
+        try:
+            make_optimizer("soap", [torch.zeros(1, requires_grad=True)], 1e-3)
+        except ValueError as e:
+            fail(e)
+    if args.compile == "auto":
+        found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+        args.compile = "on" if args.steps >= 2000 and (found or args.device != "cpu") else "off"
+    torch.set_default_dtype(getattr(torch, args.dtype))
+    torch.set_flush_denormal(True)  # before the first parallel operation, see train()
+    with contextlib.suppress(AttributeError):
+        sys.stdout.reconfigure(errors="replace")  # consoles that cannot print the arrow in the last line
+    return args
+
+
+def run(args, experiment, config, build, sample, residuals, evaluate, points, measure, gamma=None, paper=None, **options):
+    """Train `build(generator)` for args.seeds seeds in args.out/experiment/config/, write config.json, history.csv,
+    result.json and checkpoint.pt there, print the RESULT line; return the trained nets and the history.
+
+    The network is drawn from torch's own generator, seeded with the seed; `generator` is for SFLI, so that with and
+    without SFLI all later layers are the same. evaluate(net) gives rel_l2 at least; the eps-rank at `points` of every
+    hidden layer is added to it. `options` go to train()."""
+    folder = Path(args.out) / experiment / config
+    seeds = list(range(args.seed, args.seed + args.seeds))
+    settings = {"experiment": experiment, "config": config, "seeds": seeds, "gamma": gamma}
+    skip = ("out", "resume", "no_plot", "all", "sfli", "argv")
+    settings |= {k: v for k, v in vars(args).items() if k not in skip and k not in settings}
+    resume = args.resume and (folder / "checkpoint.pt").exists()
+
+    def measured(net):
+        ranks = eps_rank(net, points, args.eps, measure, layer="all")
+        return evaluate(net) | {"eps_rank": ranks[-1]} | {f"eps_rank_{k}": r for k, r in enumerate(ranks, 1)}
+
+    try:
+        nets = []
+        for seed in seeds:
+            torch.manual_seed(seed)
+            nets.append(build(torch.Generator().manual_seed(1000003 * seed + 2)).to(args.device))
+        if not resume:
+            folder.mkdir(parents=True, exist_ok=True)
+            atomically(folder / "config.json", lambda tmp: tmp.write_text(json.dumps(settings, indent=1)))
+            (folder / "checkpoint.pt").unlink(missing_ok=True)
+        history = train(nets, sample, residuals, args.steps, lr=args.lr, warmup=args.warmup, decay=args.decay,
+                        decay_every=args.decay_every, optimizer=args.optimizer, evaluate=measured, seeds=seeds,
+                        compile=args.compile == "on", folder=folder, config=settings, resume=resume, **options)
+    except ValueError as e:
+        fail(e)
+    except OSError as e:
+        fail(f"--out: cannot write to {folder} ({e.strerror}); choose another folder or make room")
+    except FloatingPointError as e:
+        fail(f"{config}: {e}", status=1)
+    first, last = history[: len(nets)], history[-len(nets) :]
+    seconds = last[0]["seconds"]
+    result = {
+        "experiment": experiment, "config": config, "preset": args.preset, "seeds": seeds, "steps": args.steps,
+        "rel_l2": [row["rel_l2"] for row in last], "rel_l2_mean": sum(row["rel_l2"] for row in last) / len(nets),
+        "eps": args.eps, "eps_rank_initial": [row["eps_rank"] for row in first],
+        "eps_rank_final": [row["eps_rank"] for row in last], "width": args.width, "seconds": seconds,
+        "steps_per_second": args.steps / seconds, "device": args.device, "dtype": args.dtype,
+        "torch": torch.__version__, "commit": commit(), "argv": args.argv, "paper": paper,
+    }
+    atomically(folder / "result.json", lambda tmp: tmp.write_text(json.dumps(result, indent=1)))
+    print(f"eps-rank: last hidden layer, eps = {args.eps:g}, M = {measure:g} x mean over {len(points)} points")
+    mean = lambda key: f"{sum(result[key]) / len(nets):.4g}"
+    print(f"RESULT {experiment} {config} rel_l2={result['rel_l2_mean']:.3e} "
+          f"eps_rank={mean('eps_rank_initial')}→{mean('eps_rank_final')}/{args.width} seconds={seconds:.1f}", flush=True)
+    return nets, history
+
+
+def shape(args, kind, table):
+    """gamma for sfli(): --gamma, or None (eq. (choice)) where --C is given, or the paper's table."""
+    if kind is None and not args.all and (args.gamma or args.C):
+        fail("--gamma and --C shape the first layer of SFLI; add --sfli or --all")
+    return None if kind is None or args.C else args.gamma or table[kind]
+
+
+def check_resume(args, experiment, configs):
+    """--resume needs something to resume; with --all the configurations that have not begun start anew."""
+    paths = [Path(args.out) / experiment / config / "checkpoint.pt" for config in configs]
+    if args.resume and not any(path.exists() for path in paths):
+        fail(f"--resume: there is no checkpoint {paths[0]}; run without --resume first")
+
+
+def relative_l2(y, f):
+    return (torch.linalg.norm(y - f) / torch.linalg.norm(f)).item()
+
+
+COLORS = {"baseline": "black", "gauss": "tab:blue", "tanh": "tab:orange", "cos": "tab:green", "hat": "tab:red"}
+
+
+def figure(rows, columns, size=(4.0, 3.2)):
+    """Figure and array of axes, drawn without a display."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False, layout="constrained")
+
+
+def curve(ax, history, key, label=None, log=True, **style):
+    """Plot history[key] against the step: the mean over the seeds and the band from lowest to highest."""
+    steps = sorted({row["step"] for row in history})
+    values = [[row[key] for row in history if row["step"] == step] for step in steps]
+    mean = [sum(v) / len(v) for v in values]
+    (line,) = ax.plot(steps, mean, label=label, **style)
+    if len(values[0]) > 1:
+        ax.fill_between(steps, [min(v) for v in values], [max(v) for v in values], color=line.get_color(), alpha=0.2, lw=0)
+    ax.set_xlabel("step")
+    if log:
+        ax.set_yscale("log")
+
+
+def save_figure(fig, path):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fig.savefig(path, dpi=120)
+    except OSError as e:
+        fail(f"--out: cannot write {path} ({e.strerror}); choose another folder")
+    print(f"figure {path}")
+
+
+def commit():
+    """The commit of this file's repository, or None where it has none."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        here = Path(__file__).resolve().parent
+        return subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], check=True, capture_output=True,
+                              text=True).stdout.strip() or None
