@@ -76,7 +76,7 @@ def volume(domain):
 
 def uniform(domain, n, generator=None, dtype=None):
     """n points drawn uniformly from the box [(lo, hi), ...] -> [n, d], on the generator's device."""
-    device = generator.device if generator is not None else "cpu"
+    device = "cpu" if generator is None else generator.device
     lo, hi = torch.tensor(domain, dtype=dtype or torch.get_default_dtype(), device=device).T
     return lo + (hi - lo) * torch.rand(n, len(domain), generator=generator, dtype=lo.dtype, device=device)
 
@@ -91,7 +91,10 @@ def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None):
     network of below  the first layer (MLP, ResNet) or both encoders (ModifiedMLP, PirateNet), in place.
 
     gamma defaults to eq. (choice) with the layer's width and C. Draws come from `generator`."""
-    domain = [(float(lo), float(hi)) for lo, hi in domain]
+    try:
+        domain = [(float(lo), float(hi)) for lo, hi in domain]
+    except (TypeError, ValueError):
+        raise ValueError(f"domain: {domain!r} is no list [(lo, hi), ...], one pair per axis") from None
     for k, (lo, hi) in enumerate(domain):
         if not lo < hi:
             raise ValueError(f"domain: axis {k} is ({lo:g}, {hi:g}); each axis needs lo < hi")
@@ -117,31 +120,28 @@ def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None):
 
 
 def _first_layer(old, embed, domain, kind, gamma, C, generator):
-    p = next(old.parameters())
+    like = next(old.parameters())
     n, d = old.out_features, old.in_features
     gamma = shape_parameter(n, domain, C) if gamma is None else gamma
     # Centres and shifts live where data can be: draw in the physical domain, then embed.
     with torch.no_grad():
-        x = uniform(domain, max(n, 1024), generator, torch.float64)
-        x = embed(x.to(p.device, p.dtype)).double()  # [max(n, 1024), d]
+        x = embed(uniform(domain, max(n, 1024), generator, torch.float64).to(like)).double()  # [max(n, 1024), d]
     if x.shape[1] != d:
-        raise ValueError(f"domain: has {len(domain)} axes, which makes {x.shape[1]} inputs; the layer takes {d}")
+        raise ValueError(f"domain: {len(domain)} axes make {x.shape[1]} inputs, but the layer takes {d}")
     if kind == "gauss":
-        w = torch.full((n, d), gamma, dtype=torch.float64)
-        b = -gamma * x[:n]
+        w, b = torch.full((n, d), gamma, dtype=torch.float64), -gamma * x[:n]
     else:
-        alpha = torch.randn(n, d, generator=generator, dtype=torch.float64, device=generator and generator.device)
-        alpha = alpha.to(p.device)
+        draw = dict(generator=generator, dtype=torch.float64, device="cpu" if generator is None else generator.device)
+        alpha, u = torch.randn(n, d, **draw).to(x), torch.rand(n, **draw).to(x)
         if kind != "cos":
             alpha = alpha / alpha.norm(dim=1, keepdim=True)  # uniform on the unit sphere
-        # The paper's c_i >= 0 "uniform in an interval with respect to Omega": measured from the middle of
-        # the domain, c_i is uniform on [0, max_x |alpha_i . (x - middle)|], so every hyperplane
-        # alpha_i . (x - middle) + c_i = 0 meets the domain; both sides are served by the signs of alpha_i.
+        # The paper's c_i >= 0, "uniform in an interval with respect to Omega": measured from the middle of the
+        # domain, c_i is uniform on [0, max_x |alpha_i . (x - middle)|], so that every hyperplane
+        # alpha_i . (x - middle) + c_i = 0 meets the domain; the signs of alpha_i serve both sides.
         middle = (x.amin(0) + x.amax(0)) / 2
-        reach = ((x - middle) @ alpha.T).abs().amax(0)  # [n]
-        c = reach * torch.rand(n, generator=generator, dtype=torch.float64, device=generator and generator.device).to(p.device)
+        c = u * ((x - middle) @ alpha.T).abs().amax(0)  # [n]
         w, b = gamma * alpha, gamma * (c - alpha @ middle)
-    return FirstLayer(kind, w.to(p), b.to(p))
+    return FirstLayer(kind, w.to(like), b.to(like))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -428,24 +428,24 @@ def _tanh(z, order):
     y = torch.tanh(z)
     f1 = 1 - y * y
     f2 = -2 * y * f1
-    return [y, f1, f2, -2 * (f1 * f1 + y * f2)][: order + 1]
+    return [y, f1, f2, -2 * (f1 * f1 + y * f2) if order > 2 else None]
 
 
 def _sigmoid(z, order):
     y = torch.sigmoid(z)
     f1 = y * (1 - y)
     f2 = f1 * (1 - 2 * y)
-    return [y, f1, f2, f2 * (1 - 2 * y) - 2 * f1 * f1][: order + 1]
+    return [y, f1, f2, f2 * (1 - 2 * y) - 2 * f1 * f1 if order > 2 else None]
 
 
 def _sin(z, order):
     s, c = torch.sin(z), torch.cos(z)
-    return [s, c, -s, -c][: order + 1]
+    return [s, c, -s, -c]
 
 
 def _cos(z, order):
     s, c = torch.sin(z), torch.cos(z)
-    return [c, -s, -c, s][: order + 1]
+    return [c, -s, -c, s]
 
 
 def _power(p):
@@ -500,6 +500,8 @@ def _pow(a, p):
 
 def _matmul(a, w):
     """a @ w for a constant w: one product over all channels where they have the value's shape."""
+    if not isinstance(a, Jet) or isinstance(w, Jet):
+        raise NotImplementedError("jet: a matrix product takes the jet on the left and a constant on the right")
     some = [c for c in a.channels if c is not None]
     if all(c.shape == some[0].shape for c in some):
         y = list(torch.matmul(torch.stack(some), w).unbind(0))
@@ -520,8 +522,9 @@ def _getitem(a, index):
     return a.map(lambda c: c.expand_as(v)[index])
 
 
-def _cat(jets, dim=-1):
-    """Concatenate jets; a constant among them would have to be written as a Jet with None channels."""
+def _cat(parts, dim=0):
+    plan = next(a.plan for a in parts if isinstance(a, Jet))
+    jets = [a if isinstance(a, Jet) else Jet([a] + [None] * (len(plan.chain) - 1), plan) for a in parts]
     channels = []
     for parts in zip(*(a.channels for a in jets)):
         if all(c is None for c in parts):
@@ -530,12 +533,12 @@ def _cat(jets, dim=-1):
             parts = [torch.zeros_like(a.channels[0]) if c is None else c.expand_as(a.channels[0])
                      for a, c in zip(jets, parts)]
             channels.append(torch.cat(parts, dim))
-    return Jet(channels, jets[0].plan)
+    return Jet(channels, plan)
 
 
-_exp = lambda z, order: [torch.exp(z)] * (order + 1)
-_relu = lambda z, order: [torch.relu(z), (z > 0).to(z.dtype), None, None][: order + 1]
-_abs = lambda z, order: [torch.abs(z), torch.sign(z), None, None][: order + 1]
+_exp = lambda z, order: [torch.exp(z)] * 4
+_relu = lambda z, order: [torch.relu(z), (z > 0).to(z.dtype), None, None]
+_abs = lambda z, order: [torch.abs(z), torch.sign(z), None, None]
 
 RULES = {
     "linear": _linear, "matmul": _matmul, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "neg": _neg,
@@ -674,7 +677,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
 
     # Small networks wait for Python: compile the whole step, gradient included. Large ones wait for memory:
     # compile the repeated block (a fourth of the compile time, equal speed).
-    whole = compile and (len(nets) > 1 or sum(p.numel() for p in values.values()) < 50_000)
+    whole = compile and (len(nets) > 1 or sum(p.numel() for p in values.values()) < WHOLE_STEP)
     if whole:
         compiled = torch.compile(torch.func.grad_and_value(objective, has_aux=True), dynamic=False)
     elif compile:
@@ -685,7 +688,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
         if whole:
             grads, (total, losses) = compiled(values, batch, w)
             for name, p in params.items():
-                p.grad = grads[name]
+                p.grad = grads[name].contiguous()  # fused Adam walks through memory, whatever the strides
         else:
             opt.zero_grad()
             total, losses = objective(params, batch, w)
@@ -722,7 +725,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
             w = {k: torch.full_like(r[k][:, 0], (weights or {}).get(k, 1.0)) for k in r}
         if weighting != "fixed" and step % rebalance == 0:
             with torch.compiler.set_stance("force_eager"):
-                new = balance(weighting, member_residuals(params, batch), params, causal, generators)
+                new = balanced(gradient_sizes(weighting, member_residuals(params, batch), params, causal, generators))
             w = {k: 0.9 * w[k] + 0.1 * new[k] for k in w}
         for group in opt.param_groups:
             group["lr"] = learning_rate(step, lr, warmup, decay, decay_every)
@@ -766,6 +769,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
 
 
 CHECKPOINT_SECONDS = 60.0
+WHOLE_STEP = 50_000  # below so many parameters torch.compile takes the whole step, above the repeated block
 
 
 def _members(nets, residuals):
@@ -816,25 +820,29 @@ def causal_weights(r, terms, tol=1.0, chunks=32):
     return {k: weight.repeat_interleave(r[k].shape[1] // chunks, 1) for k in terms}
 
 
-def balance(scheme, r, params, causal, generators):
-    """New loss weights {name: [S]}: mean over the terms of g, divided by g of the term (jaxpi's normalisation), where
-    g is the norm of the gradient of the term's loss (Wang, Teng, Perdikaris 2021), or for "ntk" the mean over its
-    points of |d r_i / d theta|^2 (Wang, Yu, Perdikaris 2022), estimated without bias by |grad sum_i v_i r_i|^2 / B
-    with random signs v."""
+def gradient_sizes(scheme, r, params, causal, generators):
+    """{name: [S]}. "grad_norm": norm of the gradient of the term's loss (Wang, Teng, Perdikaris 2021). "ntk": mean over
+    its points of |d r_i / d theta|^2 (Wang, Yu, Perdikaris 2022), estimated without bias and without per-point
+    Jacobians by |grad sum_i v_i r_i|^2 / B with random signs v."""
     c = causal_weights(r, **causal) if causal else {}
-    g = {}
+    sizes = {}
     for k in r:
         scaled = r[k] * c[k].sqrt() if k in c else r[k]  # [S, B]
         if scheme == "grad_norm":
             target = scaled.square().mean(1).sum()
         else:
-            v = [torch.randint(0, 2, row.shape, generator=g_s, device=row.device) for row, g_s in zip(scaled, generators)]
-            target = ((2 * torch.stack(v) - 1) * scaled).sum() / math.sqrt(scaled.shape[1])
+            v = torch.stack([torch.randint(0, 2, r_s.shape, generator=g, device=g.device) for r_s, g in zip(scaled, generators)])
+            target = ((2 * v - 1) * scaled).sum() / math.sqrt(scaled.shape[1])
         grads = torch.autograd.grad(target, list(params.values()), retain_graph=True, allow_unused=True)
-        squares = [d.square().reshape(len(scaled), -1).sum(1) for d in grads if d is not None]
-        g[k] = sum(squares).sqrt() if scheme == "grad_norm" else sum(squares)  # [S]
-    mean = sum(g.values()) / len(g)
-    return {k: mean / (v + 1e-12 * mean) for k, v in g.items()}
+        square = sum(d.square().reshape(len(scaled), -1).sum(1) for d in grads if d is not None)
+        sizes[k] = square.sqrt() if scheme == "grad_norm" else square
+    return sizes
+
+
+def balanced(sizes):
+    """Weights that make weight * size equal for all terms, normalised as in jaxpi: mean(sizes) / size."""
+    mean = sum(sizes.values()) / len(sizes)
+    return {k: mean / (v + 1e-12 * mean) for k, v in sizes.items()}
 
 
 def progress(steps, start):

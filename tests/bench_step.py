@@ -1,0 +1,149 @@
+"""Milliseconds per training step: our loop against plain PyTorch with nested autograd, step by step in turn.
+
+    python tests/bench_step.py                                      the table of the README
+    python tests/bench_step.py ac --peer "python peer_jax.py"       and a peer that prints min=...ms, run before and after
+
+Run on an idle machine; only the ratios mean anything. Both sides train the same network on the same problem; ours is
+train() with everything it does, compiled; plain is the loop one writes by hand: torch.autograd.grad with
+create_graph=True for every derivative, torch.optim.Adam as it comes.
+"""
+import argparse
+import copy
+import math
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from common import MLP, Periodic, PirateNet, jet, sfli, train, uniform  # noqa: E402
+
+
+def grad(y, x):
+    return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+# Each problem: network, sample(generator), residuals with jets, residuals with nested autograd.
+
+
+def fit():
+    """Example 1: MLP 3 x 100, batch 250, no derivatives."""
+    omega = [(-1.0, 1.0)] * 2
+    f = lambda x: torch.cos(x[:, 0]) * torch.cos(x[:, 1]) + torch.cos(10 * x[:, 0]) * torch.cos(10 * x[:, 1])
+    residuals = lambda net, batch: {"fit": net(batch["x"])[:, 0] - f(batch["x"])}
+    return sfli(MLP(2, 100, 3), omega, gamma=math.sqrt(10)), lambda g: {"x": uniform(omega, 250, g)}, residuals, residuals
+
+
+def ac(batch=1024):
+    """Allen-Cahn: PirateNet 3 x 256, second derivatives, 512 initial points."""
+    omega = [(0.0, 1.0), (-1.0, 1.0)]
+    x0 = torch.stack([torch.zeros(512), torch.linspace(-1, 1, 512)], 1)
+    u0 = x0[:, 1] ** 2 * torch.cos(math.pi * x0[:, 1])
+
+    def ours(net, batch):
+        u, u_t, u_xx = jet(net, batch["x"], "t x", "t xx")
+        return {"ic": net(x0)[:, 0] - u0, "res": (u_t - 1e-4 * u_xx + 5 * u**3 - 5 * u)[:, 0]}
+
+    def nested(net, batch):
+        x = batch["x"].requires_grad_()
+        u = net(x)[:, 0]
+        du = grad(u, x)
+        u_xx = grad(du[:, 1], x)[:, 1]
+        return {"ic": net(x0)[:, 0] - u0, "res": du[:, 0] - 1e-4 * u_xx + 5 * u**3 - 5 * u}
+
+    net = PirateNet(3, 256, 3, rwf=(1.0, 0.1), embed=Periodic(2, {1: 2.0}))
+    return sfli(net, omega, gamma=math.sqrt(10)), lambda g: {"x": uniform(omega, batch, g)}, ours, nested
+
+
+def ldc(batch=1024, nu=1 / 3200):
+    """Lid-driven cavity: PirateNet 6 x 256, three outputs, Laplacians, 4 x 256 wall points."""
+    omega = [(0.0, 1.0)] * 2
+    s, zero, one = torch.linspace(0, 1, 256), torch.zeros(256), torch.ones(256)
+    walls = torch.cat([torch.stack(w, 1) for w in [(s, one), (s, zero), (zero, s), (one, s)]])
+    lid = torch.cat([1 - torch.cosh(50 * (s - 0.5)) / math.cosh(25), torch.zeros(768)])
+
+    def assemble(net, u, v, u_x, v_x, p_x, u_y, v_y, p_y, lap_u, lap_v):
+        q = net(walls)
+        return {"lid": q[:, 0] - lid, "wall": q[:, 1], "ru": u * u_x + v * u_y + p_x - nu * lap_u,
+                "rv": u * v_x + v * v_y + p_y - nu * lap_v, "rc": u_x + v_y}
+
+    def ours(net, batch):
+        q, q_x, q_y, lap = jet(net, batch["x"], "x y", "x y xx+yy")
+        return assemble(net, *q[:, :2].unbind(1), *q_x.unbind(1), *q_y.unbind(1), *lap[:, :2].unbind(1))
+
+    def nested(net, batch):
+        x = batch["x"].requires_grad_()
+        u, v, p = net(x).unbind(1)
+        du, dv, dp = grad(u, x), grad(v, x), grad(p, x)
+        lap = lambda d: grad(d[:, 0], x)[:, 0] + grad(d[:, 1], x)[:, 1]
+        return assemble(net, u, v, du[:, 0], dv[:, 0], dp[:, 0], du[:, 1], dv[:, 1], dp[:, 1], lap(du), lap(dv))
+
+    net = sfli(PirateNet(2, 256, 6, out=3, rwf=(1.0, 0.1)), omega, gamma=10.0)
+    return net, lambda g: {"x": uniform(omega, batch, g)}, ours, nested
+
+
+def bench(problem, steps):
+    """Minimum ms per step of ours and of plain, and the share of our time inside matrix products."""
+    torch.manual_seed(0)
+    net, sample, ours, nested = problem()
+    hand = copy.deepcopy(net)
+    opt = torch.optim.Adam(hand.parameters(), 1e-3)
+    profiled = steps - 5  # the last steps are profiled instead of timed
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    mine, plain, state = [], [], {"step": 0, "left": None}
+
+    def timed_sample(generator):
+        """Called at the start of every step of train(): closes the last step, takes one step by hand, opens the next."""
+        step, now = state["step"], time.perf_counter()
+        if state["left"] and step < profiled:
+            mine.append(now - state["left"])
+        if step < profiled:
+            start = time.perf_counter()
+            loss = sum((r**2).mean() for r in nested(hand, sample(generator)).values())
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            plain.append(time.perf_counter() - start)
+        if step == profiled:
+            profiler.start()
+        state["step"], state["left"] = step + 1, time.perf_counter()
+        return sample(generator)
+
+    train(net, timed_sample, ours, steps, compile=True)
+    profiler.stop()
+    events = profiler.key_averages()
+    products = sum(e.self_cpu_time_total for e in events if e.key in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"))
+    share = products / sum(e.self_cpu_time_total for e in events)
+    return 1e3 * min(mine), 1e3 * min(plain), share
+
+
+def peer_ms(command, name):
+    out = subprocess.run([*command.split(), name], capture_output=True, text=True, check=True).stdout
+    return float(re.search(r"min=([\d.]+)ms", out).group(1))
+
+
+def main():
+    problems = {"fit": (fit, 3000), "ac": (ac, 40), "ldc": (ldc, 40)}
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("problem", nargs="*", help="fit, ac, ldc (default: all three)")
+    cli.add_argument("--peer", help="command that is given ac or ldc and prints min=...ms")
+    args = cli.parse_args()
+    if unknown := set(args.problem) - set(problems):
+        cli.error(f"problem: {', '.join(unknown)} unknown; choose from {', '.join(problems)}")
+    torch.set_flush_denormal(True)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, minimum ms per step")
+    print(f"{'problem':8} {'ours':>8} {'nested':>8} {'ratio':>6} {'peer':>8} {'ratio':>6}  in matrix products")
+    for name in args.problem or problems:
+        peer = args.peer and name != "fit"
+        before = peer_ms(args.peer, name) if peer else math.inf
+        mine, plain, share = bench(*problems[name])
+        ms = min(before, peer_ms(args.peer, name)) if peer else None
+        beside = f"{ms:8.1f} {ms / mine:6.2f}" if peer else f"{'-':>8} {'-':>6}"
+        print(f"{name:8} {mine:8.2f} {plain:8.2f} {plain / mine:6.2f} {beside}  {share:.0%}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

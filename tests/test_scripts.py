@@ -1,0 +1,248 @@
+"""The scripts as a user runs them: smoke runs, files, resume, bad input; common.py copied alone."""
+import csv
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import ROOT
+
+import exp_function_fit
+import exp_spectral_bias
+
+SCRIPTS = {"function_fit": exp_function_fit, "spectral_bias": exp_spectral_bias}
+CONFIGS = ["baseline", "sfli-gauss", "sfli-tanh", "sfli-cos", "sfli-hat"]
+SHARED = ["--sfli", "--all", "--preset", "--steps", "--batch", "--width", "--lr", "--optimizer", "--seed", "--seeds", "--gamma",
+          "--C", "--eps", "--device", "--dtype", "--compile", "--out", "--resume", "--no-plot"]
+
+
+def command(*argv, cwd, **options):
+    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=300, **options)
+
+
+def png(path):
+    return path.stat().st_size > 5000 and path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("experiment", SCRIPTS)
+def test_all_from_another_folder(experiment, tmp_path):
+    """The real command in a fresh process and folder: every configuration, every file, the figure, the last line."""
+    done = command(ROOT / f"exp_{experiment}.py", "--all", "--preset", "smoke", cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    pattern = rf"RESULT {experiment} (\S+) rel_l2=[\d.e+-]+ eps_rank=[\d.]+→[\d.]+/20 seconds=[\d.]+"
+    assert [re.fullmatch(pattern, line).group(1) for line in results] == CONFIGS
+    for config in CONFIGS:
+        folder = tmp_path / "runs" / experiment / config
+        assert sorted(p.name for p in folder.iterdir()) == ["checkpoint.pt", "config.json", "history.csv", "result.json"]
+        result = json.loads((folder / "result.json").read_text())
+        assert {"experiment", "config", "preset", "seeds", "steps", "rel_l2", "rel_l2_mean", "eps", "eps_rank_initial",
+                "eps_rank_final", "width", "seconds", "steps_per_second", "device", "dtype", "torch", "commit", "argv",
+                "paper"} <= set(result)
+        assert result["preset"] == "smoke" and result["argv"] == ["--all", "--preset", "smoke"] and len(result["rel_l2"]) == 1
+        rows = list(csv.DictReader((folder / "history.csv").open()))
+        assert [int(row["step"]) for row in rows] == list(range(21))
+        assert float(rows[-1]["rel_l2"]) == result["rel_l2"][0] and int(rows[0]["eps_rank"]) == result["eps_rank_initial"][0]
+    assert png(next((tmp_path / "runs" / experiment).glob("fig_*.png")))
+
+
+def test_figures_of_function_fit(tmp_path, capsys):
+    exp_function_fit.main(["--figure", "staircase", "--preset", "smoke", "--out", str(tmp_path)])
+    exp_function_fit.main(["--figure", "basis", "--preset", "smoke", "--out", str(tmp_path)])
+    exp_function_fit.main(["--sfli", "hat", "--preset", "smoke", "--out", str(tmp_path)])
+    assert png(tmp_path / "function_fit/staircase-baseline/fig_staircase.png")
+    assert png(tmp_path / "function_fit/fig_basis.png") and png(tmp_path / "function_fit/sfli-hat/fig_fun.png")
+    rows = list(csv.DictReader((tmp_path / "function_fit/staircase-baseline/history.csv").open()))
+    assert {"eps_rank_1", "eps_rank_2", "eps_rank_3", "eps_rank_4"} <= set(rows[0])
+
+
+def test_flags_reach_the_run(tmp_path, capsys):
+    exp_spectral_bias.main(f"--sfli tanh --preset smoke --steps 12 --batch 30 --width 16 --lr 0.01 --seed 5 --seeds 3 --C 1.5 --eps "
+                           f"1e-3 --dtype float64 --compile off --no-plot --device cpu --out {tmp_path}".split())
+    folder = tmp_path / "spectral_bias/sfli-tanh"
+    config, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
+    want = {"steps": 12, "batch": 30, "width": 16, "lr": 0.01, "seeds": [5, 6, 7], "C": 1.5, "gamma": None, "eps": 1e-3, "dtype": "float64"}
+    assert {k: config[k] for k in want} == want
+    assert len(result["rel_l2"]) == 3 and result["dtype"] == "float64" and not list(folder.glob("*.png"))
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)["params"]["first.weight"]
+    assert state.shape == (3, 16, 1) and state.dtype == torch.float64
+    assert torch.allclose(state.abs(), torch.tensor(1.5 * 15 / 2, dtype=torch.float64), atol=0.2)  # eq. (choice), 12 steps on
+
+
+def test_resume_of_all(tmp_path, capsys):
+    """--all --resume: the finished configuration is kept, the missing one is trained."""
+    arguments = ["--preset", "smoke", "--out", str(tmp_path), "--no-plot"]
+    exp_function_fit.main(["--all", *arguments])
+    folder = tmp_path / "function_fit"
+    before = (folder / "baseline/history.csv").read_text()
+    shutil.rmtree(folder / "sfli-cos")
+    exp_function_fit.main(["--all", "--resume", *arguments])
+    assert (folder / "sfli-cos/result.json").exists() and (folder / "baseline/history.csv").read_text() == before
+
+
+def test_sfli_changes_only_the_first_layer(tmp_path, capsys):
+    for flags in ([], ["--sfli"]):
+        exp_function_fit.main([*flags, "--preset", "smoke", "--steps", "1", "--lr", "1e-30", "--no-plot", "--out", str(tmp_path)])
+    base, new = (torch.load(tmp_path / f"function_fit/{c}/checkpoint.pt", weights_only=True)["params"] for c in ("baseline", "sfli-gauss"))
+    rest = [k for k in new if not k.startswith("first")]
+    assert len(rest) == 6 and all((base[k] - new[k]).abs().max() < 1e-20 for k in rest)
+
+
+BAD = [
+    ("--sfli relu", "--sfli"), ("--steps 0", "--steps"), ("--steps -3", "--steps"), ("--steps ten", "--steps"), ("--batch 0", "--batch"),
+    ("--width 0", "--width"), ("--lr 0", "--lr"), ("--lr nan", "--lr"), ("--lr inf", "--lr"), ("--gamma -1 --sfli", "--gamma"), ("--C 0 --sfli", "--C"),
+    ("--gamma 1 --C 1 --sfli", "--C"), ("--gamma 3", "--sfli"), ("--eps 0", "--eps"), ("--seed -1", "--seed"), ("--seeds 0", "--seeds"),
+    ("--preset huge", "--preset"), ("--optimizer sgd", "--optimizer"), ("--dtype float16", "--dtype"), ("--compile maybe", "--compile"),
+    ("--device tpu", "--device"), ("--device cuda:99", "--device"), ("--all --sfli", "--sfli"), ("--frobnicate", "--frobnicate"), ("stray", "stray"),
+    ("--ste 5", "--ste"), ("--resume", "--resume"), ("--all --resume", "--resume"), ("--optimizer soap --seeds 2", "--seeds"),
+    ("--sfli --width 1 --C 1", "gamma"),
+]
+
+
+@pytest.mark.parametrize("experiment", SCRIPTS)
+@pytest.mark.parametrize("flags,named", BAD)
+def test_bad_input(experiment, flags, named, tmp_path, capsys):
+    """One line that names the flag, status 2, no files."""
+    with pytest.raises(SystemExit) as e:
+        SCRIPTS[experiment].main([*flags.split(), *([] if "--preset" in flags else ["--preset", "smoke"]), "--out", str(tmp_path / "out")])
+    captured = capsys.readouterr()
+    assert e.value.code == 2 and captured.err.count("\n") == 1 and named in captured.err and "RESULT" not in captured.out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_no_cuda(tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        exp_function_fit.main(["--device", "cuda", "--out", str(tmp_path / "out")])
+    assert e.value.code == 2 and "--device cpu" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_unwritable_out(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", "/proc/nowhere"):
+        for flags in (["--preset", "smoke"], ["--figure", "basis"]):
+            with pytest.raises(SystemExit) as e:
+                exp_function_fit.main([*flags, "--out", str(out)])
+            err = capsys.readouterr().err
+            assert e.value.code == 2 and "--out" in err and err.count("\n") == 1
+
+
+def test_resume_of_another_configuration(tmp_path, capsys):
+    run = lambda *flags: exp_function_fit.main([*flags, "--preset", "smoke", "--no-plot", "--out", str(tmp_path)])
+    run()
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(SystemExit) as e:
+        run("--resume", "--batch", "51")
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and "--resume" in err and "batch" in err and err.count("\n") == 1
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+
+
+def test_divergence_stops_the_script(tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        exp_function_fit.main(["--preset", "smoke", "--lr", "1e30", "--steps", "50", "--out", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert e.value.code == 1 and "not finite at step" in err and "--lr" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("experiment", SCRIPTS)
+def test_help_names_every_flag(experiment, capsys):
+    with pytest.raises(SystemExit) as e:
+        SCRIPTS[experiment].main(["--help"])
+    text = capsys.readouterr().out
+    assert e.value.code == 0 and all(flag in text for flag in SHARED) and "Example" in text
+
+
+def test_auto_preset_says_so(tmp_path, capsys):
+    exp_function_fit.main(["--steps", "2", "--no-plot", "--device", "cpu", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.startswith("preset laptop (device cpu")
+
+
+def test_spectrum_is_the_papers(float64):
+    """y = 0.5 + 2 cos 3 pi x + sin 20 pi x: |y_0|^2 = 1/4, |y_3|^2 + |y_-3|^2 = 2, |y_20|^2 + |y_-20|^2 = 1/2; and Parseval."""
+    x = exp_spectral_bias.grid([(-1, 1)], 512)[:, 0]
+    p = exp_spectral_bias.spectrum(0.5 + 2 * torch.cos(3 * torch.pi * x) + torch.sin(20 * torch.pi * x))
+    want = torch.zeros(256)
+    want[0], want[3], want[20] = 0.25, 2.0, 0.5
+    assert torch.allclose(p, want, atol=1e-14)
+    y = torch.randn(512)
+    assert exp_spectral_bias.spectrum(y).sum() <= y.square().mean() + 1e-12
+
+
+def test_aliasing_is_below_the_errors_shown(float64):
+    """Low coefficients of f on the grid used against a grid 64 times finer: the squared differences sum to less than 1e-6."""
+    low = lambda n: torch.fft.fft(exp_spectral_bias.f(exp_spectral_bias.grid([(-1, 1)], n)[:, 0]))[: exp_spectral_bias.DELTA + 1] / n
+    n = exp_spectral_bias.GRID
+    k = torch.arange(exp_spectral_bias.DELTA + 1)
+    phase = lambda n: torch.exp(-1j * torch.pi * k * (1 / n - 1))  # of the first midpoint
+    difference = low(n) * phase(n) - low(64 * n) * phase(64 * n)
+    assert 2 * difference.abs().square().sum() < 1e-6
+
+
+def closure(*roots):
+    """Installed distributions that `roots` require, themselves included."""
+    found, todo = {}, list(roots)
+    while todo:
+        name = re.split(r"[ ;<>=!~\[(]", todo.pop())[0].lower().replace("_", "-")
+        try:
+            dist = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if name not in found:
+            found[name] = dist
+            todo += [r for r in dist.requires or [] if "extra ==" not in r]
+    return found
+
+
+def test_common_alone_with_torch_and_numpy_only(tmp_path):
+    """common.py in an empty folder, in an environment that holds torch, numpy and what they require, nothing else."""
+    site, project = tmp_path / "site", tmp_path / "project"
+    site.mkdir(), project.mkdir()
+    packages = closure("torch", "numpy")
+    assert not {"scipy", "matplotlib", "tqdm", "pytorch-optimizer"} & set(packages)
+    for dist in packages.values():
+        for name in {Path(f).parts[0] for f in dist.files if Path(f).parts[0] not in ("..", "__pycache__")}:
+            if not (site / name).exists():
+                os.symlink(dist.locate_file(name), site / name)
+    shutil.copy(ROOT / "common.py", project)
+    (project / "mine.py").write_text("""
+import importlib.util
+import torch
+from torch import nn
+from common import eps_rank, grid, sfli, train, uniform
+
+assert not any(importlib.util.find_spec(p) for p in ("scipy", "matplotlib", "tqdm", "pytorch_optimizer", "kernels"))
+omega = [(-1, 1), (-1, 1)]
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+low = eps_rank(net, grid(omega, 30), measure=4.0)
+net = sfli(net, omega)
+high = eps_rank(net, grid(omega, 30), measure=4.0)
+f = lambda x: torch.cos(5 * x[:, 0]) * torch.cos(5 * x[:, 1])
+history = train(net, lambda g: {"x": uniform(omega, 200, g)}, lambda net, b: {"fit": net(b["x"])[:, 0] - f(b["x"])}, 400)
+assert history[-1]["loss"] < 0.05 * history[0]["loss"], history[-1]
+print("rank", low, high)
+""")
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site)}
+    done = command("-S", "mine.py", cwd=project, env=environment)
+    assert done.returncode == 0, done.stderr
+    low, high = map(int, done.stdout.split()[1:])
+    assert high > 2 * low
+    assert sorted(p.name for p in project.iterdir()) in (["common.py", "mine.py"], ["__pycache__", "common.py", "mine.py"])
+
+
+def test_importing_has_no_side_effects(tmp_path):
+    """Importing common or a script prints nothing, writes nothing, loads no optional package, changes no torch setting."""
+    code = ("import sys, torch; settings = lambda: (torch.get_default_dtype(), torch.get_num_threads()); "
+            "before, loaded = settings(), set(sys.modules); import common, exp_function_fit, exp_spectral_bias; "
+            "assert before == settings(); new = {name.split('.')[0] for name in set(sys.modules) - loaded}; "
+            "assert not {'matplotlib', 'tqdm', 'scipy', 'pytorch_optimizer', 'triton'} & new, new")
+    done = command("-c", code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"})
+    assert done.returncode == 0 and done.stdout == "" and not list(tmp_path.iterdir()), done.stderr
