@@ -63,8 +63,8 @@ def fit(args, kind):
     def evaluate(net):
         return {"rel_l2": relative_l2(net(test)[:, 0], f_test)}
 
-    _, history = run(args, "function_fit", config(args, kind), build, sample, residuals, evaluate, points, volume(omega),
-                     gamma=gamma)
+    _, history = run(args, "function_fit", config(args, kind), build, sample, residuals, evaluate, points,
+                     volume(omega), gamma)
     return history
 
 
@@ -94,6 +94,7 @@ def plot_staircase(history, width, path):
     right = axes[0, 0].twinx()
     curve(right, history, "eps_rank", log=False, color="tab:blue")
     right.set_ylabel("ε-rank of the last hidden layer", color="tab:blue")
+    right.locator_params(axis="y", integer=True)
     for k in range(1, LAYERS["staircase"] + 1):
         curve(axes[0, 1], history, f"eps_rank_{k}", f"layer {k}", log=False)
     axes[0, 1].set(ylabel="ε-rank", ylim=(0, 1.05 * width))

@@ -70,10 +70,11 @@ def fit(args, kind):
     def evaluate(net):
         y = net(test)[:, 0]
         e = spectrum(y - f_test)
-        return {"rel_l2": relative_l2(y, f_test), "e_low": e[: DELTA + 1].sum().item(), "e_high": e[DELTA + 1 :].sum().item()}
+        low, high = e[: DELTA + 1].sum().item(), e[DELTA + 1 :].sum().item()
+        return {"rel_l2": relative_l2(y, f_test), "e_low": low, "e_high": high}
 
     _, history = run(args, "spectral_bias", config(kind), build, sample, residuals, evaluate, points, volume(OMEGA),
-                     gamma=gamma)
+                     gamma)
     return history
 
 
@@ -116,7 +117,8 @@ def main(argv=None):
     check_resume(args, "spectral_bias", [config(kind) for kind in kinds])
     histories = {kind: fit(args, kind) for kind in kinds}
     if not args.no_plot:
-        plot(histories, args.width, Path(args.out) / "spectral_bias" / ("" if args.all else config(args.sfli)) / "fig_frequency.png")
+        folder = Path(args.out) / "spectral_bias" / ("" if args.all else config(args.sfli))
+        plot(histories, args.width, folder / "fig_frequency.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 """Jets against nested float64 autograd, the definition of the derivative they replace."""
+
 import itertools
 import random
 import re
@@ -30,8 +31,12 @@ def autograd(f, x, variables, derivatives):
 
     out = [y]
     for entry in derivatives.split():
-        terms = [re.findall(r"[A-Za-z]\d*", term) for term in entry.split("+")]
-        out.append(torch.stack([sum(derivative(column, term) for term in terms) for column in y.unbind(1)], 1))
+        terms = []
+        for term in filter(None, entry.replace("-", "+-").split("+")):
+            factor, _, product = term.removeprefix("-").rpartition("*")
+            sign = -1.0 if term.startswith("-") else 1.0
+            terms.append((sign * float(factor or 1), re.findall(r"[A-Za-z]\d*", product)))
+        out.append(torch.stack([sum(m * derivative(column, term) for m, term in terms) for column in y.unbind(1)], 1))
     return [o.detach() for o in out]
 
 
@@ -70,11 +75,13 @@ def test_embeddings(Net):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_channel_lists(seed):
-    """Random sums of random products, orders mixed and terms repeated."""
+    """Random linear combinations of random products, orders mixed and terms repeated."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     products = ["".join(p) for k in (1, 2, 3) for p in itertools.product("abc", repeat=k)]
-    entries = ["+".join(rng.choices(products, k=rng.randint(1, 4))) for _ in range(rng.randint(1, 6))]
+    factors = ["", "", "0.5*", "2*", "3.25*"]
+    term = lambda k: rng.choice("+-" if k else ["", "-"]) + rng.choice(factors) + rng.choice(products)
+    entries = ["".join(map(term, range(rng.randint(1, 4)))) for _ in range(rng.randint(1, 6))]
     net = network(rng.choice(NETS), rng.choice([None, *KINDS]))
     check(net, uniform(DOMAIN, 4), "a b c", " ".join(entries))
 
@@ -105,9 +112,20 @@ def test_laplacian_in_50_dimensions_is_one_channel():
     assert len(Plan(" ".join(names), f"t {laplacian}").chain) == d + 3  # value, t, x1..xd, Laplacian
 
 
+def test_a_linear_combination_is_one_channel():
+    """u_t - 1e-4 u_xx needs the value, u_x and itself; asked for together with its parts it costs nothing."""
+    from common import Plan
+
+    assert len(Plan("t x", "t-1e-4*xx").chain) == 3 and len(Plan("t x", "t xx t-1e-4*xx").chain) == 4
+    net, x = network(MLP, "gauss"), uniform(DOMAIN, 4)
+    combination = jet(net, x, "t x y", "t-1e-4*xx")[1]
+    _, u_t, u_xx, again = jet(net, x, "t x y", "t xx t-1e-4*xx")
+    assert torch.allclose(combination, u_t - 1e-4 * u_xx, atol=1e-13) and torch.allclose(combination, again, atol=1e-13)
+
+
 def test_polynomial_in_closed_form():
     x = torch.randn(7, 2)
-    f = lambda x: (x[:, :1] ** 2 * x[:, 1:2] + 3 * x[:, 1:2])
+    f = lambda x: x[:, :1] ** 2 * x[:, 1:2] + 3 * x[:, 1:2]
     u, u_x, u_xy, lap, u_xxy = jet(f, x, "x y", "x xy xx+yy xxy")
     a, b = x[:, :1], x[:, 1:2]
     for mine, want in [(u, a**2 * b + 3 * b), (u_x, 2 * a * b), (u_xy, 2 * a), (lap, 2 * b), (u_xxy, 2 + 0 * a)]:
@@ -150,7 +168,14 @@ def test_compiles_without_graph_breaks():
 def test_refusals():
     x = torch.rand(4, 2)
     for variables, derivatives, message in [
-        ("x y", "z", "'z' is no product"), ("x y", "xxxx", "one to three"), ("x y", "x+", "is no product"), ("x", "x", "names 1 columns")]:
+        ("x y", "z", "'z' is no product"),
+        ("x y", "xxxx", "one to three"),
+        ("x y", "x+", "'x\\+' is no sum"),
+        ("x y", "2xx", "no sum"),
+        ("x y", "x*y", "no sum"),
+        ("x y", "x++y", "no sum"),
+        ("x", "x", "names 1 columns"),
+    ]:
         with pytest.raises(ValueError, match=message):
             jet(lambda x: x, x, variables, derivatives)
     with pytest.raises(NotImplementedError, match="no rule for gelu"):

@@ -1,12 +1,26 @@
 """Architectures against their formulas written out; eps-rank against closed forms."""
+
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from common import (MLP, Dense, FourierFeatures, ModifiedMLP, Periodic, PirateNet, ResNet, eps_rank, features, gram_spectrum,
-                    grid, sfli, uniform)
+from common import (
+    MLP,
+    Dense,
+    FourierFeatures,
+    ModifiedMLP,
+    Periodic,
+    PirateNet,
+    ResNet,
+    eps_rank,
+    features,
+    gram_spectrum,
+    grid,
+    sfli,
+    uniform,
+)
 
 NETS = [MLP, ResNet, ModifiedMLP, PirateNet]
 
@@ -66,7 +80,9 @@ def test_periodic_embedding(float64):
     assert torch.allclose(net(x), net(x + shift), atol=1e-13)
     assert not torch.allclose(net(x), net(x + torch.tensor([0.0, 1.0, 0.0])))
     e = Periodic(3, {0: 2.0, 2: 2 * math.pi})(x)
-    want = torch.stack([torch.cos(math.pi * x[:, 0]), torch.sin(math.pi * x[:, 0]), x[:, 1], torch.cos(x[:, 2]), torch.sin(x[:, 2])], 1)
+    want = torch.stack(
+        [torch.cos(math.pi * x[:, 0]), torch.sin(math.pi * x[:, 0]), x[:, 1], torch.cos(x[:, 2]), torch.sin(x[:, 2])], 1
+    )
     assert torch.allclose(e, want)
     with pytest.raises(ValueError, match="periods"):
         Periodic(2, {2: 1.0})

@@ -1,4 +1,5 @@
 """The scripts as a user runs them: smoke runs, files, resume, bad input; common.py copied alone."""
+
 import csv
 import importlib.metadata
 import json
@@ -19,12 +20,33 @@ import exp_spectral_bias
 
 SCRIPTS = {"function_fit": exp_function_fit, "spectral_bias": exp_spectral_bias}
 CONFIGS = ["baseline", "sfli-gauss", "sfli-tanh", "sfli-cos", "sfli-hat"]
-SHARED = ["--sfli", "--all", "--preset", "--steps", "--batch", "--width", "--lr", "--optimizer", "--seed", "--seeds", "--gamma",
-          "--C", "--eps", "--device", "--dtype", "--compile", "--out", "--resume", "--no-plot"]
+SHARED = [
+    "--sfli",
+    "--all",
+    "--preset",
+    "--steps",
+    "--batch",
+    "--width",
+    "--lr",
+    "--optimizer",
+    "--seed",
+    "--seeds",
+    "--gamma",
+    "--C",
+    "--eps",
+    "--device",
+    "--dtype",
+    "--compile",
+    "--out",
+    "--resume",
+    "--no-plot",
+]
 
 
 def command(*argv, cwd, **options):
-    return subprocess.run([sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=300, **options)
+    return subprocess.run(
+        [sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=300, **options
+    )
 
 
 def png(path):
@@ -41,15 +63,45 @@ def test_all_from_another_folder(experiment, tmp_path):
     assert [re.fullmatch(pattern, line).group(1) for line in results] == CONFIGS
     for config in CONFIGS:
         folder = tmp_path / "runs" / experiment / config
-        assert sorted(p.name for p in folder.iterdir()) == ["checkpoint.pt", "config.json", "history.csv", "result.json"]
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "checkpoint.pt",
+            "config.json",
+            "history.csv",
+            "result.json",
+        ]
         result = json.loads((folder / "result.json").read_text())
-        assert {"experiment", "config", "preset", "seeds", "steps", "rel_l2", "rel_l2_mean", "eps", "eps_rank_initial",
-                "eps_rank_final", "width", "seconds", "steps_per_second", "device", "dtype", "torch", "commit", "argv",
-                "paper"} <= set(result)
-        assert result["preset"] == "smoke" and result["argv"] == ["--all", "--preset", "smoke"] and len(result["rel_l2"]) == 1
+        assert {
+            "experiment",
+            "config",
+            "preset",
+            "seeds",
+            "steps",
+            "rel_l2",
+            "rel_l2_mean",
+            "eps",
+            "eps_rank_initial",
+            "eps_rank_final",
+            "width",
+            "seconds",
+            "steps_per_second",
+            "device",
+            "dtype",
+            "torch",
+            "commit",
+            "argv",
+            "paper",
+        } <= set(result)
+        assert (
+            result["preset"] == "smoke"
+            and result["argv"] == ["--all", "--preset", "smoke"]
+            and len(result["rel_l2"]) == 1
+        )
         rows = list(csv.DictReader((folder / "history.csv").open()))
         assert [int(row["step"]) for row in rows] == list(range(21))
-        assert float(rows[-1]["rel_l2"]) == result["rel_l2"][0] and int(rows[0]["eps_rank"]) == result["eps_rank_initial"][0]
+        assert (
+            float(rows[-1]["rel_l2"]) == result["rel_l2"][0]
+            and int(rows[0]["eps_rank"]) == result["eps_rank_initial"][0]
+        )
     assert png(next((tmp_path / "runs" / experiment).glob("fig_*.png")))
 
 
@@ -64,16 +116,30 @@ def test_figures_of_function_fit(tmp_path, capsys):
 
 
 def test_flags_reach_the_run(tmp_path, capsys):
-    exp_spectral_bias.main(f"--sfli tanh --preset smoke --steps 12 --batch 30 --width 16 --lr 0.01 --seed 5 --seeds 3 --C 1.5 --eps "
-                           f"1e-3 --dtype float64 --compile off --no-plot --device cpu --out {tmp_path}".split())
+    exp_spectral_bias.main(
+        f"--sfli tanh --preset smoke --steps 12 --batch 30 --width 16 --lr 0.01 --seed 5 --seeds 3 --C 1.5 --eps "
+        f"1e-3 --dtype float64 --compile off --no-plot --device cpu --out {tmp_path}".split()
+    )
     folder = tmp_path / "spectral_bias/sfli-tanh"
     config, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
-    want = {"steps": 12, "batch": 30, "width": 16, "lr": 0.01, "seeds": [5, 6, 7], "C": 1.5, "gamma": None, "eps": 1e-3, "dtype": "float64"}
+    want = {
+        "steps": 12,
+        "batch": 30,
+        "width": 16,
+        "lr": 0.01,
+        "seeds": [5, 6, 7],
+        "C": 1.5,
+        "gamma": None,
+        "eps": 1e-3,
+        "dtype": "float64",
+    }
     assert {k: config[k] for k in want} == want
     assert len(result["rel_l2"]) == 3 and result["dtype"] == "float64" and not list(folder.glob("*.png"))
     state = torch.load(folder / "checkpoint.pt", weights_only=True)["params"]["first.weight"]
     assert state.shape == (3, 16, 1) and state.dtype == torch.float64
-    assert torch.allclose(state.abs(), torch.tensor(1.5 * 15 / 2, dtype=torch.float64), atol=0.2)  # eq. (choice), 12 steps on
+    assert torch.allclose(
+        state.abs(), torch.tensor(1.5 * 15 / 2, dtype=torch.float64), atol=0.2
+    )  # eq. (choice), 12 steps on
 
 
 def test_resume_of_all(tmp_path, capsys):
@@ -89,19 +155,47 @@ def test_resume_of_all(tmp_path, capsys):
 
 def test_sfli_changes_only_the_first_layer(tmp_path, capsys):
     for flags in ([], ["--sfli"]):
-        exp_function_fit.main([*flags, "--preset", "smoke", "--steps", "1", "--lr", "1e-30", "--no-plot", "--out", str(tmp_path)])
-    base, new = (torch.load(tmp_path / f"function_fit/{c}/checkpoint.pt", weights_only=True)["params"] for c in ("baseline", "sfli-gauss"))
+        exp_function_fit.main(
+            [*flags, "--preset", "smoke", "--steps", "1", "--lr", "1e-30", "--no-plot", "--out", str(tmp_path)]
+        )
+    base, new = (
+        torch.load(tmp_path / f"function_fit/{c}/checkpoint.pt", weights_only=True)["params"]
+        for c in ("baseline", "sfli-gauss")
+    )
     rest = [k for k in new if not k.startswith("first")]
     assert len(rest) == 6 and all((base[k] - new[k]).abs().max() < 1e-20 for k in rest)
 
 
 BAD = [
-    ("--sfli relu", "--sfli"), ("--steps 0", "--steps"), ("--steps -3", "--steps"), ("--steps ten", "--steps"), ("--batch 0", "--batch"),
-    ("--width 0", "--width"), ("--lr 0", "--lr"), ("--lr nan", "--lr"), ("--lr inf", "--lr"), ("--gamma -1 --sfli", "--gamma"), ("--C 0 --sfli", "--C"),
-    ("--gamma 1 --C 1 --sfli", "--C"), ("--gamma 3", "--sfli"), ("--eps 0", "--eps"), ("--seed -1", "--seed"), ("--seeds 0", "--seeds"),
-    ("--preset huge", "--preset"), ("--optimizer sgd", "--optimizer"), ("--dtype float16", "--dtype"), ("--compile maybe", "--compile"),
-    ("--device tpu", "--device"), ("--device cuda:99", "--device"), ("--all --sfli", "--sfli"), ("--frobnicate", "--frobnicate"), ("stray", "stray"),
-    ("--ste 5", "--ste"), ("--resume", "--resume"), ("--all --resume", "--resume"), ("--optimizer soap --seeds 2", "--seeds"),
+    ("--sfli relu", "--sfli"),
+    ("--steps 0", "--steps"),
+    ("--steps -3", "--steps"),
+    ("--steps ten", "--steps"),
+    ("--batch 0", "--batch"),
+    ("--width 0", "--width"),
+    ("--lr 0", "--lr"),
+    ("--lr nan", "--lr"),
+    ("--lr inf", "--lr"),
+    ("--gamma -1 --sfli", "--gamma"),
+    ("--C 0 --sfli", "--C"),
+    ("--gamma 1 --C 1 --sfli", "--C"),
+    ("--gamma 3", "--sfli"),
+    ("--eps 0", "--eps"),
+    ("--seed -1", "--seed"),
+    ("--seeds 0", "--seeds"),
+    ("--preset huge", "--preset"),
+    ("--optimizer sgd", "--optimizer"),
+    ("--dtype float16", "--dtype"),
+    ("--compile maybe", "--compile"),
+    ("--device tpu", "--device"),
+    ("--device cuda:99", "--device"),
+    ("--all --sfli", "--sfli"),
+    ("--frobnicate", "--frobnicate"),
+    ("stray", "stray"),
+    ("--ste 5", "--ste"),
+    ("--resume", "--resume"),
+    ("--all --resume", "--resume"),
+    ("--optimizer soap --seeds 2", "--seeds"),
     ("--sfli --width 1 --C 1", "gamma"),
 ]
 
@@ -111,9 +205,13 @@ BAD = [
 def test_bad_input(experiment, flags, named, tmp_path, capsys):
     """One line that names the flag, status 2, no files."""
     with pytest.raises(SystemExit) as e:
-        SCRIPTS[experiment].main([*flags.split(), *([] if "--preset" in flags else ["--preset", "smoke"]), "--out", str(tmp_path / "out")])
+        SCRIPTS[experiment].main(
+            [*flags.split(), *([] if "--preset" in flags else ["--preset", "smoke"]), "--out", str(tmp_path / "out")]
+        )
     captured = capsys.readouterr()
-    assert e.value.code == 2 and captured.err.count("\n") == 1 and named in captured.err and "RESULT" not in captured.out
+    assert (
+        e.value.code == 2 and captured.err.count("\n") == 1 and named in captured.err and "RESULT" not in captured.out
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -166,7 +264,7 @@ def test_auto_preset_says_so(tmp_path, capsys):
 
 
 def test_spectrum_is_the_papers(float64):
-    """y = 0.5 + 2 cos 3 pi x + sin 20 pi x: |y_0|^2 = 1/4, |y_3|^2 + |y_-3|^2 = 2, |y_20|^2 + |y_-20|^2 = 1/2; and Parseval."""
+    """y = 0.5 + 2 cos 3 pi x + sin 20 pi x has |y_0|^2 = 1/4, |y_3|^2 + |y_-3|^2 = 2, |y_20|^2 + |y_-20|^2 = 1/2."""
     x = exp_spectral_bias.grid([(-1, 1)], 512)[:, 0]
     p = exp_spectral_bias.spectrum(0.5 + 2 * torch.cos(3 * torch.pi * x) + torch.sin(20 * torch.pi * x))
     want = torch.zeros(256)
@@ -177,8 +275,11 @@ def test_spectrum_is_the_papers(float64):
 
 
 def test_aliasing_is_below_the_errors_shown(float64):
-    """Low coefficients of f on the grid used against a grid 64 times finer: the squared differences sum to less than 1e-6."""
-    low = lambda n: torch.fft.fft(exp_spectral_bias.f(exp_spectral_bias.grid([(-1, 1)], n)[:, 0]))[: exp_spectral_bias.DELTA + 1] / n
+    """Low coefficients of f on the grid used against a grid 64 times finer: squared differences below 1e-6 in sum."""
+    low = lambda n: (
+        torch.fft.fft(exp_spectral_bias.f(exp_spectral_bias.grid([(-1, 1)], n)[:, 0]))[: exp_spectral_bias.DELTA + 1]
+        / n
+    )
     n = exp_spectral_bias.GRID
     k = torch.arange(exp_spectral_bias.DELTA + 1)
     phase = lambda n: torch.exp(-1j * torch.pi * k * (1 / n - 1))  # of the first midpoint
@@ -226,7 +327,9 @@ low = eps_rank(net, grid(omega, 30), measure=4.0)
 net = sfli(net, omega)
 high = eps_rank(net, grid(omega, 30), measure=4.0)
 f = lambda x: torch.cos(5 * x[:, 0]) * torch.cos(5 * x[:, 1])
-history = train(net, lambda g: {"x": uniform(omega, 200, g)}, lambda net, b: {"fit": net(b["x"])[:, 0] - f(b["x"])}, 400)
+sample = lambda generator: {"x": uniform(omega, 200, generator)}
+residuals = lambda net, batch: {"fit": net(batch["x"])[:, 0] - f(batch["x"])}
+history = train(net, sample, residuals, 400)
 assert history[-1]["loss"] < 0.05 * history[0]["loss"], history[-1]
 print("rank", low, high)
 """)
@@ -235,14 +338,19 @@ print("rank", low, high)
     assert done.returncode == 0, done.stderr
     low, high = map(int, done.stdout.split()[1:])
     assert high > 2 * low
-    assert sorted(p.name for p in project.iterdir()) in (["common.py", "mine.py"], ["__pycache__", "common.py", "mine.py"])
+    assert sorted(p.name for p in project.iterdir()) in (
+        ["common.py", "mine.py"],
+        ["__pycache__", "common.py", "mine.py"],
+    )
 
 
 def test_importing_has_no_side_effects(tmp_path):
-    """Importing common or a script prints nothing, writes nothing, loads no optional package, changes no torch setting."""
-    code = ("import sys, torch; settings = lambda: (torch.get_default_dtype(), torch.get_num_threads()); "
-            "before, loaded = settings(), set(sys.modules); import common, exp_function_fit, exp_spectral_bias; "
-            "assert before == settings(); new = {name.split('.')[0] for name in set(sys.modules) - loaded}; "
-            "assert not {'matplotlib', 'tqdm', 'scipy', 'pytorch_optimizer', 'triton'} & new, new")
+    """Importing prints nothing, writes nothing, loads no optional package, changes no torch setting."""
+    code = (
+        "import sys, torch; settings = lambda: (torch.get_default_dtype(), torch.get_num_threads()); "
+        "before, loaded = settings(), set(sys.modules); import common, exp_function_fit, exp_spectral_bias; "
+        "assert before == settings(); new = {name.split('.')[0] for name in set(sys.modules) - loaded}; "
+        "assert not {'matplotlib', 'tqdm', 'scipy', 'pytorch_optimizer', 'triton'} & new, new"
+    )
     done = command("-c", code, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"})
     assert done.returncode == 0 and done.stdout == "" and not list(tmp_path.iterdir()), done.stderr

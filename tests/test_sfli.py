@@ -1,11 +1,25 @@
 """The structured first layer: formulas, draws, accuracy, the one-line adoption, refusals."""
+
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from common import KINDS, MLP, Dense, FirstLayer, ModifiedMLP, Periodic, PirateNet, eps_rank, grid, sfli, shape_parameter, uniform
+from common import (
+    KINDS,
+    MLP,
+    Dense,
+    FirstLayer,
+    ModifiedMLP,
+    Periodic,
+    PirateNet,
+    eps_rank,
+    grid,
+    sfli,
+    shape_parameter,
+    uniform,
+)
 
 SQUARE = [(-1, 1), (-1, 1)]
 
@@ -31,8 +45,14 @@ def test_layer_is_the_formula(kind, float64):
     w, b = first.weight, first.bias
     if kind == "gauss":
         c = -b / gamma
-        assert (w == gamma).all() and (c[:, 0] >= 0).all() and (c[:, 0] <= 2).all() and (c[:, 1] >= 1).all() and (c[:, 1] <= 5).all()
-        want = torch.exp(-gamma**2 * ((x[:, None] - c) ** 2).sum(-1))
+        assert (
+            (w == gamma).all()
+            and (c[:, 0] >= 0).all()
+            and (c[:, 0] <= 2).all()
+            and (c[:, 1] >= 1).all()
+            and (c[:, 1] <= 5).all()
+        )
+        want = torch.exp(-(gamma**2) * ((x[:, None] - c) ** 2).sum(-1))
     else:
         z = x @ w.T + b
         want = {"cos": torch.cos, "tanh": torch.tanh, "hat": lambda z: (1 - z.abs()).clamp(min=0)}[kind](z)
@@ -131,11 +151,19 @@ def test_dtype_follows_the_layer():
     assert sfli(Dense(2, 9), SQUARE)(torch.rand(3, 2)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("domain,options,message", [
-    ([(1, 1), (0, 1)], {}, "axis 0 is"), ([(0, 1), (2, -2)], {}, "lo < hi"), ([(0, 1)], {}, "the layer takes 2"),
-    ((0, 1), {}, "one pair per axis"), (SQUARE, {"kind": "relu"}, "'relu' is unknown"),
-    (SQUARE, {"gamma": 0.0}, "positive"), (SQUARE, {"gamma": float("nan")}, "positive"), (SQUARE, {"C": -1.0}, "positive"),
-])
+@pytest.mark.parametrize(
+    "domain,options,message",
+    [
+        ([(1, 1), (0, 1)], {}, "axis 0 is"),
+        ([(0, 1), (2, -2)], {}, "lo < hi"),
+        ([(0, 1)], {}, "the layer takes 2"),
+        ((0, 1), {}, "one pair per axis"),
+        (SQUARE, {"kind": "relu"}, "'relu' is unknown"),
+        (SQUARE, {"gamma": 0.0}, "positive"),
+        (SQUARE, {"gamma": float("nan")}, "positive"),
+        (SQUARE, {"C": -1.0}, "positive"),
+    ],
+)
 def test_refusals(domain, options, message):
     for net in (plain(), nn.Linear(2, 5), MLP(2, 10, 2)):
         with pytest.raises(ValueError, match=message):
@@ -143,6 +171,10 @@ def test_refusals(domain, options, message):
 
 
 def test_sequential_without_activation_is_refused():
-    for net in (nn.Sequential(nn.Linear(2, 1)), nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)), nn.Sequential(nn.Tanh())):
+    for net in (
+        nn.Sequential(nn.Linear(2, 1)),
+        nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)),
+        nn.Sequential(nn.Tanh()),
+    ):
         with pytest.raises(ValueError, match="followed by an activation"):
             sfli(net, SQUARE)

@@ -1,4 +1,5 @@
 """The training loop: weights, schedules, stacked seeds, checkpoints, refusals."""
+
 import csv
 import json
 import math
@@ -102,8 +103,9 @@ def test_compiled_blocks_equal_eager(float64, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("seeds,options", [(1, {}), (1, ALL), (3, ALL), (1, {"optimizer": "soap"})],
-                         ids=["adam", "all", "stacked", "soap"])
+@pytest.mark.parametrize(
+    "seeds,options", [(1, {}), (1, ALL), (3, ALL), (1, {"optimizer": "soap"})], ids=["adam", "all", "stacked", "soap"]
+)
 def test_resume_bit_for_bit(seeds, options, dtype, tmp_path, monkeypatch):
     """Interrupt after any step, resume from the checkpoint: parameters and history equal the uninterrupted run's."""
     torch.set_default_dtype(dtype)
@@ -149,8 +151,12 @@ def test_foreign_broken_and_hostile_checkpoints(tmp_path):
         def __reduce__(self):
             return (open, (str(folder / "owned"), "w"))
 
-    for write in (lambda: path.write_bytes(whole[: len(whole) // 2]), lambda: path.write_bytes(b""),
-                  lambda: path.write_bytes(b"garbage" * 100), lambda: torch.save({"config": Hostile()}, path)):
+    for write in (
+        lambda: path.write_bytes(whole[: len(whole) // 2]),
+        lambda: path.write_bytes(b""),
+        lambda: path.write_bytes(b"garbage" * 100),
+        lambda: torch.save({"config": Hostile()}, path),
+    ):
         write()
         with pytest.raises(ValueError, match="cannot be read"):
             train(network(), sample, residuals, 3, folder=folder, config={"width": 10}, resume=True)
@@ -200,8 +206,11 @@ def exact_ntk_trace(net, r):
     params = list(net.parameters())
     total = 0.0
     for r_i in r:
-        total += sum((g**2).sum().item() for g in torch.autograd.grad(r_i, params, retain_graph=True, allow_unused=True)
-                     if g is not None)
+        total += sum(
+            (g**2).sum().item()
+            for g in torch.autograd.grad(r_i, params, retain_graph=True, allow_unused=True)
+            if g is not None
+        )
     return total / len(r)
 
 
@@ -245,7 +254,12 @@ def test_wrong_residuals_and_weights_are_refused():
 def test_plain_module_trains():
     torch.manual_seed(0)
     net = sfli(nn.Sequential(nn.Linear(1, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 1)), [(-1, 1)])
-    history = train(net, lambda g: {"x": uniform([(-1, 1)], 100, g)},
-                    lambda net, b: {"fit": net(b["x"])[:, 0] - torch.sin(10 * b["x"][:, 0])}, 500, lr=5e-3)
+    history = train(
+        net,
+        lambda g: {"x": uniform([(-1, 1)], 100, g)},
+        lambda net, b: {"fit": net(b["x"])[:, 0] - torch.sin(10 * b["x"][:, 0])},
+        500,
+        lr=5e-3,
+    )
     assert history[-1]["loss"] < 0.02 * history[0]["loss"]
     assert len(history) == 101 and json.dumps(history)
