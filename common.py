@@ -742,7 +742,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                 r = member_residuals(params, batch)
             for k in r:
                 if r[k].dim() != 2:
-                    raise ValueError(f"residuals: {k!r} has shape {list(r[k].shape[1:])}; one number per point is wanted")
+                    raise ValueError(f"residuals: {k!r} is {list(r[k].shape[1:])}; one number per point is wanted, [B]")
             if unknown := set(weights or {}) - set(r):
                 raise ValueError(f"weights: {sorted(unknown)} are no residuals; there are {sorted(r)}")
             w = {k: torch.full_like(r[k][:, 0], (weights or {}).get(k, 1.0)) for k in r}
@@ -837,7 +837,7 @@ def causal_weights(r, terms, tol=1.0, chunks=32):
     for k in terms:
         S, B = r[k].shape
         if B % chunks:
-            raise ValueError(f"--batch: {B} points do not divide into {chunks} causal chunks; use multiples of {chunks}")
+            raise ValueError(f"--batch: {B} points do not split into {chunks} causal chunks; use multiples of {chunks}")
         L = r[k].detach().square().reshape(S, chunks, -1).mean(2)  # [S, chunks]
         w_k = torch.exp(-tol * (L.cumsum(1) - L))
         weight = w_k if weight is None else torch.minimum(weight, w_k)
