@@ -639,14 +639,62 @@ def gram_spectrum(phi, measure=1.0):
 
 
 @torch.no_grad()
+def gaussian_spectrum(layers, x, measure=1.0):
+    """The same [K, n] for K Gaussian FirstLayers of one width at once, without storing their features where the
+    folder kernels/ of the repository is at hand."""
+    try:
+        from kernels.gaussian_gram import gaussian_gram
+    except ImportError:
+        return torch.stack([gram_spectrum(layer(x), measure) for layer in layers])
+    w, b = (torch.stack([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+    return torch.linalg.eigvalsh(gaussian_gram(x, w, b) * (measure / len(x))).flip(-1)
+
+
+@torch.no_grad()
 def eps_rank(net, x, eps=1e-6, measure=1.0, layer=-1):
-    """eps-rank of the features of hidden layer `layer` (an index, or "all" for a list) at the points x.
+    """eps-rank of the features of hidden layer `layer` at the points x: an index, "all" for a list of all of them, or
+    "first" for a list of the layers that SFLI shapes (the first, or the encoders U and V).
 
     The paper states neither eps nor the quadrature. Ours: eps = 1e-6, equal weights on x, and
     measure = |Omega| where d <= 3, else 1 (2^50 would swamp any threshold)."""
+    count = lambda spectrum: (spectrum > eps).sum(-1).tolist()
+    if layer == "first":
+        layers, z = [getattr(net, name) for name in net.sfli_layers], net.embed(x)
+        if all(isinstance(f, FirstLayer) and f.kind == "gauss" for f in layers):
+            return count(gaussian_spectrum(layers, z, measure))
+        return [count(gram_spectrum(f(z), measure)) for f in layers]
     layers = features(net, x)
-    count = lambda phi: int((gram_spectrum(phi, measure) > eps).sum())
-    return [count(phi) for phi in layers] if layer == "all" else count(layers[layer])
+    if layer != "all":
+        return count(gram_spectrum(layers[layer], measure))
+    known = eps_rank(net, x, eps, measure, "first") if getattr(net, "sfli_layers", None) == ("first",) else []
+    return known + [count(gram_spectrum(phi, measure)) for phi in layers[len(known) :]]
+
+
+def scan_gamma(n, domain, x, eps=1e-6, measure=1.0, embed=None, generator=None, enough=0.9):
+    """Shape parameter for n Gaussians by looking at the rank: gamma of eq. (choice) for C = 0.5, 0.6, .. 2.0, all
+    with the centres that `generator` draws, their eps-ranks at the points x in one batched call.
+
+    Rank grows with gamma, but narrow bumps share no information: taken is the smallest C whose rank is at least
+    `enough` n (the gamma of the paper's Examples 1 and 2 are at 0.83 and 0.90), or the highest rank where none is.
+    Prints the table; returns gamma."""
+    embed = nn.Identity() if embed is None else embed
+    generator = torch.Generator() if generator is None else generator
+    z, state = embed(x), generator.get_state()
+    candidates = [k / 10 for k in range(5, 21)]
+    layers = []
+    for C in candidates:
+        generator.set_state(state)
+        layers.append(_first_layer(nn.Linear(z.shape[1], n, device=z.device), embed, domain, "gauss", None, C, generator))
+    generator.set_state(state)
+    spectra = gaussian_spectrum(layers, z, measure)  # [16, n]
+    ranks = (spectra > eps).sum(-1).tolist()
+    best = next((k for k, r in enumerate(ranks) if r >= enough * n), ranks.index(max(ranks)))
+    table = sorted({1e-4, 1e-6, 1e-8, 1e-10, eps}, reverse=True)
+    print(f"{'C':>4} {'gamma':>8}  first-layer rank of {n} at eps = " + ", ".join(f"{e:g}" for e in table))
+    for k, C in enumerate(candidates):
+        counts = " ".join(f"{int((spectra[k] > e).sum()):6}" for e in table)
+        print(f"{C:4.1f} {shape_parameter(n, domain, C):8.4g}  {counts}{'   <- chosen' if k == best else ''}")
+    return shape_parameter(n, domain, candidates[best])
 
 
 def grid(domain, n):
@@ -972,7 +1020,8 @@ def parse_args(description, presets, argv=None, extra=None):
     flag("--optimizer", choices=["adam", "soap"], help="soap needs the package pytorch-optimizer")
     flag("--seed", type=natural, default=0, help="first seed (default 0)")
     flag("--seeds", type=positive(int), default=1, help="number of seeds, trained at once (default 1)")
-    flag("--gamma", type=positive(float), help="shape parameter of SFLI (default: the paper's table)")
+    flag("--gamma", type=lambda text: text if text == "auto" else positive(float)(text),
+         help="shape parameter of SFLI (default: the paper's table); auto: chosen by the rank of the Gaussian layer")
     flag("--C", type=positive(float), help="take gamma = C (n^(1/d) - 1) / |Omega|^(1/d) instead")
     flag("--eps", type=positive(float), default=1e-6, help="threshold of the eps-rank (default 1e-6)")
     flag("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
@@ -1039,13 +1088,15 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
 
     def measured(net):
         ranks = eps_rank(net, points, args.eps, measure, layer="all")
-        return evaluate(net) | {"eps_rank": ranks[-1]} | {f"eps_rank_{k}": r for k, r in enumerate(ranks, 1)}
+        encoders = eps_rank(net, points, args.eps, measure, layer="first") if len(net.sfli_layers) > 1 else []
+        return (evaluate(net) | {"eps_rank": ranks[-1]} | {f"eps_rank_{k}": r for k, r in enumerate(ranks, 1)}
+                | {f"eps_rank_{name}": r for name, r in zip(net.sfli_layers, encoders)})
 
     try:
         nets = []
         for seed in seeds:
             torch.manual_seed(seed)
-            nets.append(build(torch.Generator().manual_seed(1000003 * seed + 2)).to(args.device))
+            nets.append(build(sfli_generator(seed)).to(args.device))
         if not resume:
             folder.mkdir(parents=True, exist_ok=True)
             atomically(folder / "config.json", lambda tmp: tmp.write_text(json.dumps(settings, indent=1)))
@@ -1067,7 +1118,7 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
         "eps": args.eps, "eps_rank_initial": [row["eps_rank"] for row in first],
         "eps_rank_final": [row["eps_rank"] for row in last], "width": args.width, "seconds": seconds,
         "steps_per_second": args.steps / seconds, "device": args.device, "dtype": args.dtype,
-        "torch": torch.__version__, "commit": commit(), "argv": args.argv, "paper": paper,
+        "torch": torch.__version__, "commit": commit(), "argv": args.argv, "gamma": gamma, "paper": paper,
     }
     atomically(folder / "result.json", lambda tmp: tmp.write_text(json.dumps(result, indent=1)))
     print(f"eps-rank: last hidden layer, eps = {args.eps:g}, M = {measure:g} x mean over {len(points)} points")
@@ -1077,11 +1128,25 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
     return nets, history
 
 
-def shape(args, kind, table):
-    """gamma for sfli(): --gamma, or None (eq. (choice)) where --C is given, or the paper's table."""
+def shape(args, kind, table, domain, points, measure, embed=None):
+    """gamma for sfli(): --gamma, or None (eq. (choice)) where --C is given, or the paper's table; --gamma auto scans the
+    Gaussian layer of the first seed at `points` (scan_gamma), and leaves the other kinds of --all to the table."""
     if kind is None and not args.all and (args.gamma or args.C):
         fail("--gamma and --C shape the first layer of SFLI; add --sfli or --all")
-    return None if kind is None or args.C else args.gamma or table[kind]
+    if kind is None or args.C:
+        return None
+    if args.gamma != "auto":
+        return args.gamma or table[kind]
+    if kind != "gauss" and not args.all:
+        fail(f"--gamma auto looks at Gaussians; give a number for --sfli {kind}")
+    if args.width < 2:
+        fail("--gamma auto needs at least two neurons; widen with --width")
+    scan = lambda: scan_gamma(args.width, domain, points, args.eps, measure, embed, sfli_generator(args.seed))
+    return scan() if kind == "gauss" else table[kind]
+
+
+def sfli_generator(seed):
+    return torch.Generator().manual_seed(1000003 * seed + 2)
 
 
 def check_resume(args, experiment, configs):

@@ -45,9 +45,9 @@ def target(name, x):
 def fit(args, kind):
     """Train one configuration of args.figure; -> history."""
     name, omega = args.figure, OMEGA[args.figure]
-    gamma = shape(args, kind, GAMMA if name == "fun" else dict.fromkeys(KINDS))
     test = grid(omega, 10_000 if len(omega) == 1 else 100).to(args.device)  # 10^4 points
     points = grid(omega, 2_500 if len(omega) == 1 else 50).to(args.device)  # for the eps-rank
+    gamma = shape(args, kind, GAMMA if name == "fun" else dict.fromkeys(KINDS), omega, points, volume(omega))
     f_test = target(name, test)
 
     def build(generator):
@@ -123,6 +123,8 @@ def main(argv=None):
         fail(f"--all belongs to --figure fun; drop it for --figure {args.figure}")
     if args.figure == "basis" and (args.sfli or args.resume):
         fail("--figure basis draws all kinds and trains nothing; drop --sfli and --resume")
+    if args.figure == "basis" and args.gamma == "auto":
+        fail("--gamma auto counts ranks for training; give a number for --figure basis")
     args.width = args.width or (20 if args.preset == "smoke" and args.figure != "basis" else WIDTH[args.figure])
     folder = Path(args.out) / "function_fit"
     if args.figure == "basis":

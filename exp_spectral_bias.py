@@ -52,9 +52,9 @@ def spectrum(y):
 
 
 def fit(args, kind):
-    gamma = shape(args, kind, GAMMA)
     test = grid(OMEGA, GRID).to(args.device)
     points = grid(OMEGA, 2_500).to(args.device)  # for the eps-rank
+    gamma = shape(args, kind, GAMMA, OMEGA, points, volume(OMEGA))
     f_test = f(test[:, 0])
 
     def build(generator):
