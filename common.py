@@ -681,10 +681,10 @@ def scan_gamma(n, domain, x, eps=1e-6, measure=1.0, embed=None, generator=None, 
     generator = torch.Generator() if generator is None else generator
     z, state = embed(x), generator.get_state()
     candidates = [k / 10 for k in range(5, 21)]
-    layers = []
+    like, layers = nn.Linear(z.shape[1], n, device=z.device), []
     for C in candidates:
         generator.set_state(state)
-        layers.append(_first_layer(nn.Linear(z.shape[1], n, device=z.device), embed, domain, "gauss", None, C, generator))
+        layers.append(_first_layer(like, embed, domain, "gauss", None, C, generator))
     generator.set_state(state)
     spectra = gaussian_spectrum(layers, z, measure)  # [16, n]
     ranks = (spectra > eps).sum(-1).tolist()
@@ -1129,8 +1129,8 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
 
 
 def shape(args, kind, table, domain, points, measure, embed=None):
-    """gamma for sfli(): --gamma, or None (eq. (choice)) where --C is given, or the paper's table; --gamma auto scans the
-    Gaussian layer of the first seed at `points` (scan_gamma), and leaves the other kinds of --all to the table."""
+    """gamma for sfli(): --gamma, or None (eq. (choice)) where --C is given, or the paper's table. --gamma auto scans
+    the Gaussian layer of the first seed at `points` (scan_gamma) and leaves the other kinds of --all to the table."""
     if kind is None and not args.all and (args.gamma or args.C):
         fail("--gamma and --C shape the first layer of SFLI; add --sfli or --all")
     if kind is None or args.C:
@@ -1141,8 +1141,9 @@ def shape(args, kind, table, domain, points, measure, embed=None):
         fail(f"--gamma auto looks at Gaussians; give a number for --sfli {kind}")
     if args.width < 2:
         fail("--gamma auto needs at least two neurons; widen with --width")
-    scan = lambda: scan_gamma(args.width, domain, points, args.eps, measure, embed, sfli_generator(args.seed))
-    return scan() if kind == "gauss" else table[kind]
+    if kind != "gauss":
+        return table[kind]
+    return scan_gamma(args.width, domain, points, args.eps, measure, embed, sfli_generator(args.seed))
 
 
 def sfli_generator(seed):

@@ -149,9 +149,9 @@ if triton is not None:
         tl.store(tile, acc)
 
 
-# Launch configurations, fixed so that nothing is tuned at run time; `launch` overrides them. T: neurons per tile, P: points
-# per block. The accumulator is T^2 doubles over 32 * warps threads: T = 128 on 8 warps is 128 registers a thread, half of
-# what there is, and 16 points per block keep the operands of the product small beside it.
+# Launch configurations, fixed so that nothing is tuned at run time; `launch` overrides them. T: neurons per tile, P:
+# points per block. The accumulator is T^2 doubles over 32 * warps threads: T = 128 on 8 warps is 128 registers a thread,
+# half of what there is, and 16 points per block keep the operands of the product small beside it.
 LAUNCH = {
     "tile64": dict(T=64, P=32, warps=4),  # n <= 64
     "tile128": dict(T=128, P=16, warps=8),  # n <= 128: one tile; n <= 256 and d < 20: its three upper tiles
@@ -188,8 +188,8 @@ def triton_gram(x, w, b, weights=None, phi64=False, launch=None):
     if name != "rank_k":
         splits, each = split(triton.cdiv(N, P))
         out = x.new_empty(splits, B, len(upper), T, T, dtype=torch.float64)
-        fused_kernel[(splits, len(upper), B)](x, w, b, root, pairs, out, N, n, each, D=d, T=T, P=P, ONE=tiles == 1, **flags,
-                                              num_warps=warps)
+        launcher = fused_kernel[(splits, len(upper), B)]
+        launcher(x, w, b, root, pairs, out, N, n, each, D=d, T=T, P=P, ONE=tiles == 1, **flags, num_warps=warps)
     else:
         stride = tiles * T
         splits, each = split(max(1, min(triton.cdiv(N, P), CHUNK_BYTES // (8 * B * stride * P))))
@@ -224,7 +224,7 @@ class GaussianGram(torch.autograd.Function):
     def backward(ctx, G):
         x, w, b, weights = ctx.saved_tensors
         H = (G + G.mT).double()
-        # u_ip = q_p phi_i (H phi)_i; d phi_i / d w_ik = -2 phi_i (w_ik x_k + b_ik) x_k, so moments of u are all it takes.
+        # u_ip = q_p phi_i (H phi)_i; d phi_i / d w_ik = -2 phi_i (w_ik x_k + b_ik) x_k: moments of u are all it takes.
         u1, ux, uxx = 0, 0, 0
         for start, phi in chunks(x, expanded(w, b), weights):
             y = x[start : start + phi.shape[-1]].double()
@@ -247,7 +247,8 @@ def gaussian_gram(x, w, b, weights=None, *, impl="auto", phi64=False, launch=Non
     arguments = {"x": x, "w": w, "b": b} | ({} if weights is None else {"weights": weights})
     for name, t in arguments.items():
         if not isinstance(t, torch.Tensor) or not t.is_floating_point():
-            raise TypeError(f"{name}: expected a tensor of floating-point numbers, got {getattr(t, 'dtype', type(t).__name__)}")
+            kind = getattr(t, "dtype", type(t).__name__)
+            raise TypeError(f"{name}: expected a tensor of floating-point numbers, got {kind}")
         if t.device != x.device:
             raise ValueError(f"{name}: is on {t.device}, x on {x.device}; move them to one device")
     if x.dim() != 2:
@@ -296,8 +297,8 @@ def self_check():
         rank = lambda M: int((lambda lam: (lam > 1e-10 * lam.max()).sum())(torch.linalg.eigvalsh(M)))
         good = error < 1e-7 and abs(rank(M) - rank(exact)) <= 1
         ok &= good
-        print(f"n = {n:3}, d = {d}, gamma = {gamma:g}: error {error:.1e}, rank at 1e-10: {rank(M)} (reference {rank(exact)})"
-              f"{'' if good else '  WRONG'}")
+        print(f"n = {n:3}, d = {d}, gamma = {gamma:g}: error {error:.1e}, rank at 1e-10 {rank(M)}, "
+              f"reference {rank(exact)}{'' if good else '  WRONG'}")
     print("self-check passed" if ok else "self-check FAILED")
     return 0 if ok else 1
 

@@ -2,9 +2,10 @@
 
     python tests/bench_gram.py            CPU: 1e6 points, 256 neurons, d = 2; on a CUDA machine the Triton paths too
 
-Plain: the formula, axis by axis and in place, then phi^T phi, in blocks of points. Expanded: the same with the exponent by
-one matrix product, which is the first half of what our path does; the second is the triangle. Run on an idle machine.
+Plain: the formula, axis by axis and in place, then phi^T phi, in blocks of points. Expanded: the same with the exponent
+by one matrix product, the first half of what our path does; the second is the triangle. Run on an idle machine.
 """
+
 import sys
 import time
 from pathlib import Path
@@ -40,18 +41,23 @@ def compare(N, n, d, gamma, device, contenders, rounds=5):
     generator = torch.Generator().manual_seed(0)
     x, c = (2 * torch.rand(m, d, generator=generator) - 1 for m in (N, n))
     x, w, b = (t.to(device) for t in (x, torch.full((n, d), gamma), -gamma * c))
-    times = {name: [] for name in contenders}
+    times, first = {name: [] for name in contenders}, None
     for _ in range(rounds):
         for name, gram in contenders.items():
             start = time.perf_counter()
             M = gram(x, w, b)
             M[0, 0].item()  # waits for the device
             times[name].append(time.perf_counter() - start)
-            check = M if name == "ours" else check
-        assert (M - check).abs().max() <= 1e-7 * M.max()
+            first = M if name == "ours" else first  # "ours" comes first
+            assert (M - first).abs().max() <= 1e-7 * M.max()
     best = {name: min(t) for name, t in times.items()}
-    print(f"{device} N={N} n={n} d={d}: " + ", ".join(
-        f"{name} {1e3 * t:.0f} ms" + ("" if name == "ours" else f" ({t / best['ours']:.2f}x)") for name, t in best.items()))
+    print(
+        f"{device} N={N} n={n} d={d}: "
+        + ", ".join(
+            f"{name} {1e3 * t:.0f} ms" + ("" if name == "ours" else f" ({t / best['ours']:.2f}x)")
+            for name, t in best.items()
+        )
+    )
 
 
 def main():

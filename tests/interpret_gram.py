@@ -1,4 +1,5 @@
 """The Triton kernels on CPU tensors. Run by test_gaussian_gram.py in a process of its own with TRITON_INTERPRET=1."""
+
 import sys
 from pathlib import Path
 
@@ -37,8 +38,16 @@ def check(x, w, b, q):
 def main():
     generator = torch.Generator().manual_seed(0)
     seen = set()
-    shapes = [(1, 100, 16, 1), (2, 333, 50, 2), (1, 257, 70, 7), (2, 130, 33, 50), (1, 300, 130, 2), (1, 5, 20, 2),
-              (2, 150, 260, 2), (1, 90, 140, 20)]
+    shapes = [
+        (1, 100, 16, 1),
+        (2, 333, 50, 2),
+        (1, 257, 70, 7),
+        (2, 130, 33, 50),
+        (1, 300, 130, 2),
+        (1, 5, 20, 2),
+        (2, 150, 260, 2),
+        (1, 90, 140, 20),
+    ]
     for B, N, n, d in shapes:
         x, (w, b) = 2 * torch.rand(N, d, generator=generator) - 1, layer(B, n, d, generator)
         q = torch.rand(N, generator=generator)

@@ -1,4 +1,5 @@
-"""The fused Gaussian-Gram kernel: values, ranks, gradients, ahead-of-time compilation, refusals, its use in common.py."""
+"""The fused Gaussian-Gram kernel: values, ranks, gradients, compilation without a GPU, refusals, its use."""
+
 import json
 import os
 import re
@@ -58,7 +59,9 @@ def test_gauss_hermite_closed_form(float64):
 def test_not_contiguous_and_empty():
     (w, b), x = layer((2,), 40, 3, 2.0), points(600, 3)
     y, q = x.T.contiguous().T[::2], torch.rand(600)[::2]
-    assert torch.equal(gaussian_gram(y, w.mT.contiguous().mT, b, q), gaussian_gram(y.contiguous(), w, b, q.contiguous()))
+    assert torch.equal(
+        gaussian_gram(y, w.mT.contiguous().mT, b, q), gaussian_gram(y.contiguous(), w, b, q.contiguous())
+    )
     assert gaussian_gram(x[:0], w, b).shape == (2, 40, 40) and not gaussian_gram(x[:0], w, b).any()
 
 
@@ -82,8 +85,8 @@ def test_memory_does_not_grow_with_the_points():
     code = (
         "import torch, sys; sys.path.insert(0, sys.argv[1]); from kernels.gaussian_gram import gaussian_gram\n"
         "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024\n"
-        "x, c = torch.rand(10**6, 2), torch.rand(256, 2); w = torch.full((256, 2), 7.5); gaussian_gram(x[:5000], w, -7.5 * c)\n"
-        "before = peak(); gaussian_gram(x, w, -7.5 * c); print(peak() - before)"
+        "x, w = torch.rand(10**6, 2), torch.full((256, 2), 7.5); b = -7.5 * torch.rand(256, 2); gaussian_gram(x[:5000], w, b)\n"
+        "before = peak(); gaussian_gram(x, w, b); print(peak() - before)"
     )
     if not os.path.exists("/proc/self/status"):
         pytest.skip("needs /proc")
@@ -121,8 +124,13 @@ needs_triton = pytest.mark.skipif(module.triton is None, reason="triton is not i
 
 @needs_triton
 def test_kernels_in_the_interpreter():
-    done = subprocess.run([sys.executable, str(ROOT / "tests" / "interpret_gram.py")], capture_output=True, text=True,
-                          timeout=600, env=os.environ | {"TRITON_INTERPRET": "1"})
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "interpret_gram.py")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
     assert done.returncode == 0 and done.stdout.startswith("ok 8 shapes"), done.stdout + done.stderr
 
 
@@ -135,8 +143,18 @@ def compiled(name, target, d=2, weighted=True, phi64=False):
     if name == "rank_k":
         kernels = [(module.feature_kernel, flags), (module.rank_k_kernel, dict(T=T, P=P))]
     else:  # ONE: a single tile; the pairs of tiles exist for tile128 alone
-        kernels = [(module.fused_kernel, flags | dict(ONE=one)) for one in ([True, False] if name == "tile128" else [True])]
-    pointers = {"x": "*fp32", "w": "*fp32", "b": "*fp32", "root": "*fp64", "pairs": "*i32", "out": "*fp64", "phi": "*fp64"}
+        kernels = [
+            (module.fused_kernel, flags | dict(ONE=one)) for one in ([True, False] if name == "tile128" else [True])
+        ]
+    pointers = {
+        "x": "*fp32",
+        "w": "*fp32",
+        "b": "*fp32",
+        "root": "*fp64",
+        "pairs": "*i32",
+        "out": "*fp64",
+        "phi": "*fp64",
+    }
     for kernel, constants in kernels:
         signature = {k: "constexpr" if k in constants else pointers.get(k, "i32") for k in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
@@ -148,7 +166,7 @@ def compiled(name, target, d=2, weighted=True, phi64=False):
 @pytest.mark.parametrize("name", LAUNCH)
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiles_for_nvidia(arch, name, d, weighted, phi64, tmp_path):
-    """No register spills, shared memory within the 96 KB that every such card gives a block, float64 tensor cores used."""
+    """No register spills, shared memory within the 96 KB that every such card gives a block, float64 tensor cores."""
     from triton.backends.compiler import GPUTarget
 
     ptxas = os.path.join(os.path.dirname(module.triton.__file__), "backends", "nvidia", "bin", "ptxas")
@@ -159,8 +177,12 @@ def test_compiles_for_nvidia(arch, name, d, weighted, phi64, tmp_path):
             assert re.search(r"mma\.sync\S*\.f64", ptx)
         (tmp_path / "kernel.ptx").write_text(ptx)
         gpu = re.search(r"\.target (\w+)", ptx).group(1)
-        report = subprocess.run([ptxas, "-v", "--gpu-name", gpu, str(tmp_path / "kernel.ptx"), "-o", os.devnull],
-                                capture_output=True, text=True, check=True).stderr
+        report = subprocess.run(
+            [ptxas, "-v", "--gpu-name", gpu, str(tmp_path / "kernel.ptx"), "-o", os.devnull],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
         spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
         assert len(spills) == 2 and not any(spills), (kernel.__name__, report)
 
@@ -185,22 +207,25 @@ def test_triton_refuses_where_it_cannot_run():
         gaussian_gram(x, w, b, impl="triton")
 
 
-@pytest.mark.parametrize("change,error,message", [
-    (dict(x=torch.zeros(9)), ValueError, r"x: expected the shape \[N, d\]"),
-    (dict(w=torch.zeros(5, 3)), ValueError, r"w: expected the shape \[..., n, 2\]"),
-    (dict(w=torch.zeros(2)), ValueError, r"w: expected"),
-    (dict(b=torch.zeros(4, 2)), ValueError, r"b: expected the shape of w, \[5, 2\]"),
-    (dict(weights=torch.ones(8)), ValueError, r"weights: expected the shape \[9\]"),
-    (dict(weights=-torch.ones(9)), ValueError, "weights: must not be negative"),
-    (dict(x=torch.zeros(9, 2, dtype=torch.int64)), TypeError, "x: expected a tensor of floating-point"),
-    (dict(b=[[0.0]]), TypeError, "b: expected a tensor"),
-    (dict(w=torch.zeros(5, 2, device="meta")), ValueError, "w: is on meta, x on cpu"),
-    (dict(x=torch.full((9, 2), float("nan"))), ValueError, "x: contains NaN or Inf"),
-    (dict(w=torch.full((5, 2), float("inf"))), ValueError, "w: contains NaN or Inf"),
-    (dict(b=torch.full((5, 2), float("nan"))), ValueError, "b: contains NaN or Inf"),
-    (dict(x=torch.zeros(9, 2, requires_grad=True)), ValueError, "detach"),
-    (dict(impl="cuda"), ValueError, "'cuda' is unknown"),
-])
+@pytest.mark.parametrize(
+    "change,error,message",
+    [
+        (dict(x=torch.zeros(9)), ValueError, r"x: expected the shape \[N, d\]"),
+        (dict(w=torch.zeros(5, 3)), ValueError, r"w: expected the shape \[..., n, 2\]"),
+        (dict(w=torch.zeros(2)), ValueError, r"w: expected"),
+        (dict(b=torch.zeros(4, 2)), ValueError, r"b: expected the shape of w, \[5, 2\]"),
+        (dict(weights=torch.ones(8)), ValueError, r"weights: expected the shape \[9\]"),
+        (dict(weights=-torch.ones(9)), ValueError, "weights: must not be negative"),
+        (dict(x=torch.zeros(9, 2, dtype=torch.int64)), TypeError, "x: expected a tensor of floating-point"),
+        (dict(b=[[0.0]]), TypeError, "b: expected a tensor"),
+        (dict(w=torch.zeros(5, 2, device="meta")), ValueError, "w: is on meta, x on cpu"),
+        (dict(x=torch.full((9, 2), float("nan"))), ValueError, "x: contains NaN or Inf"),
+        (dict(w=torch.full((5, 2), float("inf"))), ValueError, "w: contains NaN or Inf"),
+        (dict(b=torch.full((5, 2), float("nan"))), ValueError, "b: contains NaN or Inf"),
+        (dict(x=torch.zeros(9, 2, requires_grad=True)), ValueError, "detach"),
+        (dict(impl="cuda"), ValueError, "'cuda' is unknown"),
+    ],
+)
 def test_refusals(change, error, message):
     arguments = dict(x=torch.zeros(9, 2), w=torch.ones(5, 2), b=torch.zeros(5, 2)) | change
     with pytest.raises(error, match=message):
@@ -211,7 +236,9 @@ def test_refusals(change, error, message):
 
 
 def test_self_check_command():
-    done = subprocess.run([sys.executable, "-m", "kernels.gaussian_gram"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "kernels.gaussian_gram"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and done.stdout.endswith("self-check passed\n"), done.stderr
 
 
@@ -242,9 +269,27 @@ def test_gamma_auto(tmp_path, capsys):
     """One table of 16 candidates, the stated criterion, the layer that is then trained."""
     import exp_function_fit
 
-    exp_function_fit.main(["--sfli", "--gamma", "auto", "--width", "50", "--steps", "2", "--lr", "1e-30", "--no-plot",
-                           "--out", str(tmp_path), "--seed", "3"])
-    rows = re.findall(r"^ *([\d.]+) +([\d.]+) +(\d+) +(\d+) +(\d+) +(\d+)( +<- chosen)?$", capsys.readouterr().out, re.M)
+    exp_function_fit.main(
+        [
+            "--sfli",
+            "--gamma",
+            "auto",
+            "--width",
+            "50",
+            "--steps",
+            "2",
+            "--lr",
+            "1e-30",
+            "--no-plot",
+            "--out",
+            str(tmp_path),
+            "--seed",
+            "3",
+        ]
+    )
+    rows = re.findall(
+        r"^ *([\d.]+) +([\d.]+) +(\d+) +(\d+) +(\d+) +(\d+)( +<- chosen)?$", capsys.readouterr().out, re.M
+    )
     assert [row[0] for row in rows] == [f"{k / 10:.1f}" for k in range(5, 21)]
     (chosen,) = [row for row in rows if row[6]]
     ranks = [int(row[3]) for row in rows]  # at eps = 1e-6

@@ -250,6 +250,14 @@ def test_divergence_stops_the_script(tmp_path, capsys):
     assert e.value.code == 1 and "not finite at step" in err and "--lr" in err and err.count("\n") == 1
 
 
+def test_soap_without_its_package(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(SystemExit) as e:
+        exp_function_fit.main(["--optimizer", "soap", "--preset", "smoke", "--out", str(tmp_path / "out")])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and "pip install pytorch-optimizer" in err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("experiment", SCRIPTS)
 def test_help_names_every_flag(experiment, capsys):
     with pytest.raises(SystemExit) as e:
