@@ -150,8 +150,8 @@ if triton is not None:
 
 
 # Launch configurations, fixed so that nothing is tuned at run time; `launch` overrides them. T: neurons per tile, P:
-# points per block. The accumulator is T^2 doubles over 32 * warps threads: T = 128 on 8 warps is 128 registers a thread,
-# half of what there is, and 16 points per block keep the operands of the product small beside it.
+# points per block. The accumulator is T^2 doubles over 32 * warps threads: T = 128 on 8 warps is 128 registers a
+# thread, half of what there is, and 16 points per block keep the operands of the product small beside it.
 LAUNCH = {
     "tile64": dict(T=64, P=32, warps=4),  # n <= 64
     "tile128": dict(T=128, P=16, warps=8),  # n <= 128: one tile; n <= 256 and d < 20: its three upper tiles

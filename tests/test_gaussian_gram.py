@@ -85,7 +85,7 @@ def test_memory_does_not_grow_with_the_points():
     code = (
         "import torch, sys; sys.path.insert(0, sys.argv[1]); from kernels.gaussian_gram import gaussian_gram\n"
         "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024\n"
-        "x, w = torch.rand(10**6, 2), torch.full((256, 2), 7.5); b = -7.5 * torch.rand(256, 2); gaussian_gram(x[:5000], w, b)\n"
+        "x, w, b = torch.rand(10**6, 2), torch.full((256, 2), 7.5), -7.5 * torch.rand(256, 2); gaussian_gram(x[:5000], w, b)\n"
         "before = peak(); gaussian_gram(x, w, b); print(peak() - before)"
     )
     if not os.path.exists("/proc/self/status"):

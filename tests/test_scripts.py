@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from conftest import ROOT
 
+import common
 import exp_function_fit
 import exp_spectral_bias
 
@@ -182,6 +184,7 @@ BAD = [
     ("--gamma 3", "--sfli"),
     ("--eps 0", "--eps"),
     ("--seed -1", "--seed"),
+    ("--seed 99999999999999999999", "--seed"),
     ("--seeds 0", "--seeds"),
     ("--preset huge", "--preset"),
     ("--optimizer sgd", "--optimizer"),
@@ -244,10 +247,13 @@ def test_resume_of_another_configuration(tmp_path, capsys):
 
 
 def test_divergence_stops_the_script(tmp_path, capsys):
+    """One line, status 1; the history up to there stays, and no result of an earlier run beside it."""
+    exp_function_fit.main(["--preset", "smoke", "--no-plot", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as e:
         exp_function_fit.main(["--preset", "smoke", "--lr", "1e30", "--steps", "50", "--out", str(tmp_path)])
     err = capsys.readouterr().err
     assert e.value.code == 1 and "not finite at step" in err and "--lr" in err and err.count("\n") == 1
+    assert sorted(p.name for p in (tmp_path / "function_fit/baseline").iterdir()) == ["config.json", "history.csv"]
 
 
 def test_soap_without_its_package(tmp_path, capsys, monkeypatch):
@@ -264,6 +270,15 @@ def test_help_names_every_flag(experiment, capsys):
         SCRIPTS[experiment].main(["--help"])
     text = capsys.readouterr().out
     assert e.value.code == 0 and all(flag in text for flag in SHARED) and "Example" in text
+
+
+@pytest.mark.parametrize("compiler,steps,want", [("g++", 2000, "on"), ("g++", 1999, "off"), (None, 2000, "off")])
+def test_compile_auto(compiler, steps, want, monkeypatch):
+    """Only for long runs, and only where a compiler and the Python headers are found."""
+    monkeypatch.setattr(common.shutil, "which", lambda name: compiler)
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    args = common.parse_args("", exp_function_fit.PRESETS, ["--preset", "paper", "--steps", str(steps)])
+    assert args.compile == (want if headers else "off")
 
 
 def test_auto_preset_says_so(tmp_path, capsys):
