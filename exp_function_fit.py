@@ -26,7 +26,7 @@ WIDTH = {"fun": 100, "staircase": 50, "basis": 5}
 LAYERS = {"fun": 3, "staircase": 4}
 OMEGA = {"fun": [(-1.0, 1.0)] * 2, "staircase": [(-1.0, 1.0)], "basis": [(-1.0, 1.0)]}
 # The table's Gauss column (10 here, 420 in Example 2) is gamma^2: with gamma = 420 the bumps of Example 2 are narrower
-# than the gaps between 50 centres and the error stays at 0.75 (seed 0), with sqrt(420) it falls to 0.03 as in the figure.
+# than the gaps between 50 centres and the error stays at 0.75 (seed 0); with sqrt(420) it falls to 0.03.
 # The Tanh, Cos and Hat columns are gamma.
 GAMMA = {"gauss": math.sqrt(10), "tanh": 8.0, "cos": 10.0, "hat": 5.0}
 # Fig. sp has no SFLI; --figure staircase --sfli takes eq. (choice) with C = 1, and so does Fig. SFI_example.
