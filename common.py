@@ -1063,14 +1063,18 @@ def parse_args(description, presets, argv=None, extra=None):
         except ValueError as e:
             fail(e)
     if args.compile == "auto":
-        found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-        found = found and (Path(sysconfig.get_path("include")) / "Python.h").exists()  # what the compiler includes
-        args.compile = "on" if args.steps >= 2000 and (found or args.device != "cpu") else "off"
+        args.compile = "on" if args.steps >= 2000 and (args.device != "cpu" or cpu_can_compile()) else "off"
     torch.set_default_dtype(getattr(torch, args.dtype))
     torch.set_flush_denormal(True)  # before the first parallel operation, see train()
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # consoles that cannot print the arrow in the last line
     return args
+
+
+def cpu_can_compile():
+    """What torch.compile needs on a CPU: a C++ compiler and the Python headers that its kernels include."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    return bool(compiler) and (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
 def run(args, experiment, config, build, sample, residuals, evaluate, points, measure, gamma=None, paper=None,

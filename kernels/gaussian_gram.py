@@ -60,14 +60,14 @@ def chunks(x, A, weights):
 
 
 def cpu_gram(x, w, b, weights=None):
-    """float64 in blocks of points; memory does not depend on N. x [N, d], w, b [B, n, d] -> M [B, n, n]."""
+    """float64 in blocks of points, memory independent of N. x [N, d], w, b [B, n, d] -> upper triangle [B, n, n]."""
     B, n, _ = w.shape
     M = torch.zeros(B, n, n, dtype=torch.float64, device=x.device)
     for _, phi in chunks(x, expanded(w, b), weights):
         for k in range(B):
             for i in range(0, n, STRIP):
                 M[k, i : i + STRIP, i:].addmm_(phi[k, i : i + STRIP], phi[k, i:].T)
-    return M.triu() + M.triu(1).mT
+    return M
 
 
 # Triton -------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def choose(n, d):
 
 
 def triton_gram(x, w, b, weights=None, phi64=False, launch=None):
-    """x [N, d], w, b [B, n, d] on a CUDA device (anywhere under TRITON_INTERPRET=1) -> M [B, n, n]."""
+    """x [N, d], w, b [B, n, d] on a CUDA device (anywhere under TRITON_INTERPRET=1) -> upper triangle [B, n, n]."""
     (N, d), (B, n, _) = x.shape, w.shape
     name = choose(n, d)
     options = LAUNCH[name] | (launch or {})
@@ -205,8 +205,7 @@ def triton_gram(x, w, b, weights=None, phi64=False, launch=None):
     M = x.new_zeros(B, tiles * T, tiles * T, dtype=torch.float64)
     for p, (i, j) in enumerate(upper):
         M[:, i * T : (i + 1) * T, j * T : (j + 1) * T] = part[:, p]
-    M = M[:, :n, :n]
-    return M.triu() + M.triu(1).mT
+    return M[:, :n, :n]
 
 
 # Public -------------------------------------------------------------------------------------------
@@ -218,7 +217,8 @@ class GaussianGram(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, b, weights, compute):
         ctx.save_for_backward(x, w, b, weights)
-        return compute(x, w, b, weights)
+        M = compute(x, w, b, weights)
+        return M.triu() + M.triu(1).mT  # exactly symmetric, whatever the path left below the diagonal
 
     @staticmethod
     def backward(ctx, G):

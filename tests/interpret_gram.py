@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from kernels.gaussian_gram import choose, gaussian_gram, reference, triton_gram  # noqa: E402
+from kernels.gaussian_gram import choose, gaussian_gram, reference  # noqa: E402
 
 
 def layer(B, n, d, generator):
@@ -61,7 +61,7 @@ def main():
     check(x.T, w.mT.contiguous().mT, b.flip(0), torch.rand(400, generator=generator)[::2])  # not contiguous
     M = gaussian_gram(torch.zeros(0, 2), w, b, impl="triton")
     assert M.shape == (2, 40, 40) and not M.any()
-    y = triton_gram(x.T, w, b, launch=dict(T=64, P=16, warps=2))
+    y = gaussian_gram(x.T, w, b, impl="triton", launch=dict(T=64, P=16, warps=2))
     assert torch.allclose(y, reference(x.T, w, b), rtol=0, atol=1e-8 * y.max().item())
 
     # rank against the singular values of the features themselves, which need no Gram matrix

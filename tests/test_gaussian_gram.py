@@ -42,7 +42,7 @@ def test_cpu_path_against_the_reference(N, n, d, weighted):
     if weighted:
         q[::5] = 0
     M, want = gaussian_gram(x, w, b, q), gaussian_gram(x, w, b, q, impl="torch")
-    assert M.shape == (2, 3, n, n) and M.dtype == torch.float64 and torch.equal(M, M.mT)
+    assert M.shape == (2, 3, n, n) and M.dtype == torch.float64 and torch.equal(M, M.mT) and torch.equal(want, want.mT)
     assert (M - want).abs().max() <= 1e-13 * want.max()
     assert torch.equal(M, gaussian_gram(x, w, b, q))
 

@@ -34,6 +34,8 @@ def parameters(nets):
     return [p.detach().clone() for net in nets for p in net.parameters()]
 
 
+needs_compiler = pytest.mark.skipif(not common.cpu_can_compile(), reason="no C++ compiler or no Python headers")
+
 ALL = dict(weighting="ntk", causal=dict(terms=["res"], tol=1.0, chunks=8), warmup=5, decay=0.9, decay_every=10)
 
 
@@ -81,6 +83,7 @@ def test_stacked_seeds_equal_sequential_runs(options, float64):
         assert mine == pytest.approx([row["loss"] for row in single[s]], rel=1e-9)
 
 
+@needs_compiler
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_compiled_training_equals_eager(seeds, float64):
     eager, compiled = [network(s) for s in range(seeds)], [network(s) for s in range(seeds)]
@@ -90,6 +93,7 @@ def test_compiled_training_equals_eager(seeds, float64):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-11)
 
 
+@needs_compiler
 def test_compiled_blocks_equal_eager(float64, monkeypatch):
     """Large networks compile their repeated block instead of the whole step."""
     make = lambda: (torch.manual_seed(0), common.PirateNet(2, 80, 2, rwf=(1.0, 0.1)))[1]
