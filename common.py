@@ -8,7 +8,7 @@ Copy this file into your own project; it needs torch and nothing else beside it:
     from common import sfli
     net = sfli(net, [(-1, 1), (-1, 1)])      # net: an nn.Sequential on the square [-1, 1]^2
 
-Sections: SFLI - Networks - Derivatives - eps-rank - Training - Command line and output.
+Sections: SFLI - Networks - Derivatives - eps-rank - Natural gradient - Training - Command line and output.
 """
 import argparse
 import contextlib
@@ -302,7 +302,7 @@ class PirateBlock(nn.Module):
 
     def forward(self, y, D, V):
         h = self.h(self.g(self.f(y, D, V), D, V))
-        return y + self.alpha * (h - y)
+        return torch.lerp(y, h, self.alpha)
 
 
 class PirateNet(ModifiedMLP):
@@ -514,6 +514,10 @@ def _mul(a, b):
     return Jet(z, a.plan)
 
 
+def _lerp(a, b, weight):
+    return _add(a, _mul(_sub(b, a), weight))
+
+
 def _div(a, b):
     return _mul(a, _pow(b, -1) if isinstance(b, Jet) else 1 / b)
 
@@ -566,7 +570,7 @@ _abs = lambda z, order: [torch.abs(z), torch.sign(z), None, None]
 
 RULES = {
     "linear": _linear, "matmul": _matmul, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "neg": _neg,
-    "rsub": lambda a, b: _sub(b, a), "pow": _pow, "square": lambda a: _mul(a, a), "cat": _cat,
+    "rsub": lambda a, b: _sub(b, a), "pow": _pow, "square": lambda a: _mul(a, a), "cat": _cat, "lerp": _lerp,
     "tanh": _pointwise(_tanh), "sigmoid": _pointwise(_sigmoid), "sin": _pointwise(_sin), "cos": _pointwise(_cos),
     "exp": _pointwise(_exp), "relu": _pointwise(_relu), "abs": _pointwise(_abs),
     "silu": lambda a, **kwargs: _mul(a, RULES["sigmoid"](a)),
@@ -705,13 +709,225 @@ def grid(domain, n):
 
 
 # ------------------------------------------------------------------------------------------------
+# Natural gradient: Gauss-Newton in function space, d = J^T (J J^T + lam I)^-1 r, with J = d r / d theta
+# ------------------------------------------------------------------------------------------------
+
+
+class NaturalGradient:
+    """theta <- theta - eta d,  d = J^T (J J^T + lam I)^-1 r: the Gauss-Newton step in function space (Muller, Zeinhofer
+    2023) by the Woodbury identity (ENGD-W, arXiv 2505.12149). r stacks all residuals, each scaled by sqrt(weight /
+    count), so |r|^2 is the loss that the other optimisers minimise. With momentum mu this is SPRING (same reference):
+    d minimises |J d - r|^2 + lam |d - mu d_old|^2.
+
+    eta: halved from `lr`, at most TRIES times, until the loss falls on the same batch. lam: divided by 1.5 after a
+    step that needed no halving, doubled after more than two; a step that never falls is rejected, doubles lam and
+    forgets d_old. What happened is in the history: damping, eta, and the number of steps rejected so far."""
+
+    TRIES = 12
+
+    def __init__(self, net, residuals, lr=1.0, damping=1e-6, momentum=0.0):
+        if not 0 < damping < math.inf or not 0 <= momentum < 1:
+            raise ValueError(f"--damping must be positive and 0 <= --momentum < 1, got {damping:g} and {momentum:g}")
+        self.net, self.residuals, self.params = net, residuals, list(net.parameters())
+        if any(p.dtype != torch.float64 for p in self.params):
+            raise ValueError("--optimizer ng computes in float64; use --dtype float64 (in your own code: net.double())")
+        self.momentum, self.param_groups = momentum, [{"lr": lr}]
+        self.damping, self.eta, self.rejected, self.d, self.J, self.jacobian = damping, 0.0, 0, None, None, None
+
+    def state_dict(self):
+        return {"damping": self.damping, "eta": self.eta, "rejected": self.rejected, "d": self.d}
+
+    def load_state_dict(self, state):
+        self.damping, self.eta, self.rejected, self.d = (state[k] for k in ("damping", "eta", "rejected", "d"))
+
+    def report(self):
+        return {"damping": self.damping, "eta": self.eta, "rejected": self.rejected}
+
+    def backward(self, batch, scale):
+        """Direction d for this batch; scale(r) -> {name: [B]} are the factors of the rows. Returns r."""
+        if self.jacobian is None:
+            self.J, self.jacobian = self.choose(batch)
+        r, factor, J = self.jacobian(self.residuals, self.net, batch, scale, self.J)
+        self.batch, self.factor = batch, factor
+        R = torch.cat([factor[k] * r[k] for k in r])
+        self.loss = (R @ R).item()
+        wide = J.shape[0] <= J.shape[1]  # J^T (J J^T + lam)^-1 = (J^T J + lam)^-1 J^T: whichever is smaller
+        G = gram(J if wide else J.T)
+        if not G.diagonal().isfinite().all():
+            raise ValueError("--optimizer ng: the Jacobian of the residuals is not finite; try a smaller --gamma, and "
+                             "look for a square root or a division in the residuals")
+        old = torch.zeros_like(J[0]) if self.d is None else self.momentum * self.d.to(J)
+        b = R - J @ old if self.momentum else R
+        while True:  # rounding may leave J J^T indefinite by 1e-16 of its size: more damping then
+            G.diagonal().add_(self.damping)
+            L, failed = torch.linalg.cholesky_ex(G)
+            if not failed:
+                break
+            G.diagonal().sub_(self.damping)
+            self.damping *= 10
+        solve = lambda b: torch.cholesky_solve(b[:, None], L)[:, 0]
+        self.d = old + (J.T @ solve(b) if wide else solve(J.T @ b))
+        return r
+
+    @torch.no_grad()
+    def step(self):
+        def move(eta):
+            for p, p_0, d in zip(self.params, theta, self.d.split([p.numel() for p in self.params])):
+                p.copy_(p_0 - eta * d.view_as(p))
+
+        theta = [p.clone() for p in self.params]
+        eta = top = self.param_groups[0]["lr"]
+        for _ in range(self.TRIES):
+            move(eta)
+            r = self.residuals(self.net, self.batch)
+            if sum((self.factor[k] * r[k]).square().sum().item() for k in r) < self.loss:  # not where it is nan
+                break
+            eta /= 2
+        else:
+            move(0.0)
+            eta, self.d, self.rejected = 0.0, None, self.rejected + 1
+        self.eta = eta
+        if eta == top:
+            self.damping = max(self.damping / 1.5, 1e-13)
+        elif eta < top / 4:
+            self.damping *= 2
+
+    def choose(self, batch):
+        """Buffer for J and the way to fill it: jacobian() where v^T J is the gradient of v . r for a random v, else
+        torch.func, many times slower, for modules whose parameters do not enter through linear or lerp."""
+        with torch.no_grad():
+            R = sum(len(v) for v in self.residuals(self.net, batch).values())
+        P = sum(p.numel() for p in self.params)
+        size = 8 * (R * P + min(R, P) ** 2)
+        if size > NG_BYTES:
+            raise ValueError(f"--batch: J has {R} rows x {P} parameters, {size / 1e9:.1f} GB with its Gram matrix, "
+                             f"over the limit of {NG_BYTES / 1e9:g} GB; use fewer points, a smaller --width, or "
+                             "another --optimizer")
+        print(f"natural gradient: J {R} x {P} in float64, {8e-6 * R * P:.0f} MB", flush=True)
+        J = torch.empty(R, P, dtype=torch.float64, device=self.params[0].device)
+        with contextlib.suppress(NotImplementedError):
+            g = torch.Generator(J.device).manual_seed(0)
+            r = self.residuals(self.net, batch)
+            v = {k: torch.rand(len(r[k]), generator=g, dtype=J.dtype, device=J.device) for k in r}
+            jacobian(self.residuals, self.net, batch, lambda r: v, J)
+            total = sum((v[k] * r[k]).sum() for k in r)
+            grads = torch.autograd.grad(total, self.params, allow_unused=True, materialize_grads=True)
+            difference = J.sum(0) - torch.cat([g.flatten() for g in grads])
+            if not difference.norm() > 1e-9 * math.sqrt(R) * J.norm():  # rounding; nan is for backward() to report
+                return J, jacobian
+        print("natural gradient: a module that jacobian() does not know; torch.func takes over, slowly", flush=True)
+        return J, jacobian_by_func
+
+
+NG_BYTES = 4e9  # limit for J and its Gram matrix
+
+
+def gram(A):
+    """Lower triangle of A A^T (what Cholesky reads), by blocks of rows: little more than half the work."""
+    n = len(A)
+    G, block = A.new_zeros(n, n), -(-n // 8)
+    for i in range(0, n, block):
+        torch.mm(A[i : i + block], A[: i + block].T, out=G[i : i + block, : i + block])
+    return G
+
+
+class Tape(torch.overrides.TorchFunctionMode):
+    """Records every operation through which parameters meet samples: linear(a, W, b) and lerp(y, h, alpha)."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []  # (channels of the input, W or alpha, b, channels of the output)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in ("linear", "lerp"):
+            return out
+        if isinstance(out, Jet):  # gradients per sample want a row per sample, also where all rows are equal
+            out = out.map(lambda c: c.expand_as(out.channels[0]))
+        if name == "linear":
+            a, W, b = [*args, *(kwargs or {}).values(), None][:3]
+        else:
+            (y, h, W), b = args, None
+            a = h - y
+        channels = lambda a: a.channels if isinstance(a, Jet) else [a]
+        self.records.append((channels(a), W, b, channels(out)))
+        return out
+
+
+def jacobian(residuals, net, batch, scale, J):
+    """r {name: [B]}, its factors scale(r), and J [rows, parameters] = d (factor * r) / d theta of all residuals, one
+    below the other, in the order of net.parameters(), written to the buffer J if its size fits.
+
+    Every residual depends on its own sample alone, so one backward pass of sum r gives, at the output of each linear
+    map, the gradients of all samples side by side; with the map's input they make the rows of J, summed over the
+    channels of a jet. One backward pass per name."""
+    params = list(net.parameters())
+    first, P = {}, 0
+    for p in params:
+        first[p], P = P, P + p.numel()
+    with Tape() as tape:
+        r = residuals(net, batch)
+    with torch.no_grad():
+        factor = scale({k: v.detach() for k, v in r.items()})
+        R = sum(len(v) for v in r.values())
+        J = J.zero_() if J is not None and J.shape == (R, P) else params[0].new_zeros(R, P)
+        outputs = [c for *_, out in tape.records for c in out if c is not None]
+        row = 0
+        for k, v in r.items():
+            grads = iter(torch.autograd.grad(v, outputs, factor[k], retain_graph=True, allow_unused=True))
+            rows = J[row : row + len(v)]
+            row += len(v)
+            for a, W, b, out in tape.records:
+                delta = [None if c is None else next(grads) for c in out]
+                used = [(d, c) for d, c in zip(delta, a) if d is not None]
+                if not used:
+                    continue
+                at_b = torch.zeros_like(used[0][0]) if delta[0] is None else delta[0]
+                if W.dim() not in (0, 2) or any(d.dim() != 2 or len(d) != len(v) for d, _ in used):
+                    raise NotImplementedError("jacobian: a residual per sample and maps of [B, n] are wanted")
+                plain = W in first and (b is None or b in first)
+                to = rows[:, first[W] : first[W] + W.numel()] if plain else rows.new_zeros(len(v), W.numel())
+                if W.dim() == 0:
+                    to += sum((d * c).sum(1, keepdim=True) for d, c in used)
+                else:
+                    to = to.unflatten(1, W.shape)
+                    for d, c in used:
+                        to.addcmul_(d.unsqueeze(2), c.expand(len(v), -1).unsqueeze(1))
+                if plain and b is not None:
+                    rows[:, first[b] : first[b] + b.numel()] += at_b
+                if not plain:  # W is made of parameters (factorized weights, a Gaussian layer): chain rule
+                    made, by = ([W], [to]) if b is None else ([W, b], [to, at_b])
+                    chain = torch.autograd.grad(made, params, by, retain_graph=True, allow_unused=True,
+                                                is_grads_batched=True)
+                    for p, g in zip(params, chain):
+                        if g is not None:
+                            rows[:, first[p] : first[p] + p.numel()] += g.flatten(1)
+    return {k: v.detach() for k, v in r.items()}, factor, J
+
+
+def jacobian_by_func(residuals, net, batch, scale, J):
+    """The same for any module, by one backward pass per row (torch.func.jacrev)."""
+    with torch.no_grad():
+        r = residuals(net, batch)
+        factor = scale(r)
+
+    def stacked(p):
+        r = residuals(lambda x: torch.func.functional_call(net, p, (x,)), batch)
+        return torch.cat([factor[k] * r[k] for k in r])
+
+    J = torch.func.jacrev(stacked, chunk_size=64)(dict(net.named_parameters()))
+    return r, factor, torch.cat([d.detach().reshape(len(d), -1) for d in J.values()], 1)
+
+
+# ------------------------------------------------------------------------------------------------
 # Training: sample -> named residuals -> squared, averaged, weighted -> optimiser
 # ------------------------------------------------------------------------------------------------
 
 
 def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay_every=1000, optimizer="adam",
-          weights=None, weighting="fixed", causal=None, evaluate=None, seeds=None, compile=False,
-          folder=None, config=None, resume=False):
+          damping=1e-6, momentum=0.0, weights=None, weighting="fixed", causal=None, evaluate=None, seeds=None,
+          compile=False, folder=None, config=None, resume=False):
     """Train one network, or several at once (one per seed), and return the history: a list of rows.
 
     sample(generator) -> batch, a dict of tensors [B, ...], drawn anew every step.
@@ -720,6 +936,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     weighting: "fixed" keeps `weights` ({name: w}, default 1); "grad_norm" and "ntk" rebalance them.
     causal: {"terms": [names], "tol": 1.0, "chunks": 32} weights these terms by time; their rows must be
         sorted by time.
+    optimizer: "adam", "soap", or "ng", natural gradient, for one float64 network; there lr is the longest step, 1 at
+        the start, damping the first lam and momentum SPRING's.
     lr rises linearly over `warmup` steps, then falls by `decay` per `decay_every` steps.
     evaluate(net) -> {name: number}, joins the history about 100 times a run.
     Several nets train as one: parameters are stacked, the residuals vmapped, the losses summed; each
@@ -732,7 +950,11 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     torch.set_flush_denormal(True)  # subnormal numbers (tails of Gaussians) are slow on CPUs
     params, member_residuals = _members(nets, residuals)
     values = {name: p.detach() for name, p in params.items()}  # the same storage, without autograd
-    opt = make_optimizer(optimizer, list(params.values()), lr)
+    ng = optimizer == "ng"
+    if ng and (len(nets) > 1 or compile):
+        raise ValueError("--optimizer ng trains one network, uncompiled; use --seeds 1 and --compile off")
+    opt = (NaturalGradient(nets[0], residuals, lr, damping, momentum) if ng
+           else make_optimizer(optimizer, list(params.values()), lr))
     generators = [torch.Generator(device).manual_seed(1000003 * seed + 1) for seed in seeds]
     every = max(1, steps // 100)
     rebalance = max(1, min(1000, steps // 20))
@@ -756,8 +978,17 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     elif compile:
         nets[0].compile(dynamic=False)
 
+    def row_factors(r, w):
+        """What makes |factor * r|^2 the loss: sqrt(weight * causal weight / count), {name: [B]}."""
+        c = causal_weights({k: v.unsqueeze(0) for k, v in r.items()}, **causal) if causal else {}
+        return {k: torch.sqrt(w[k] * c.get(k, torch.ones_like(v)) / len(v)).expand(1, len(v))[0] for k, v in r.items()}
+
     def backward(batch, w):
-        if whole:
+        if ng:
+            r = opt.backward(batch, lambda r: row_factors(r, w))
+            one = row_factors(r, {k: torch.ones_like(v) for k, v in w.items()})
+            losses = {k: (one[k] * r[k]).square().sum(0, keepdim=True) for k in r}
+        elif whole:
             grads, (total, losses) = compiled(values, batch, w)
             for name, p in params.items():
                 p.grad = grads[name].contiguous()  # fused Adam walks through memory, whatever the strides
@@ -816,7 +1047,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                 row = {"step": step, "seed": seeds[s], "loss": sum(w[k][s].item() * m for k, m in means.items())}
                 row |= {f"loss_{k}": m for k, m in means.items()}
                 row |= {f"weight_{k}": v[s].item() for k, v in w.items()} if weighting != "fixed" else {}
-                row |= {"lr": opt.param_groups[0]["lr"], "seconds": now}
+                row |= {"lr": opt.param_groups[0]["lr"], "seconds": now} | (opt.report() if ng else {})
                 if evaluate is not None:
                     with torch.no_grad(), eager():
                         row |= evaluate(net)
@@ -824,7 +1055,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
             sums, count = {}, 0
             write_history(folder, history)
             if bar:
-                bar.set_postfix({k: f"{row[k]:.3g}" for k in ("loss", "rel_l2", "eps_rank") if k in row}, refresh=False)
+                shown = ("loss", "rel_l2", "eps_rank", "damping", "eta")
+                bar.set_postfix({k: f"{row[k]:.3g}" for k in shown if k in row}, refresh=False)
         if step < steps:
             opt.step()
             if bar:
@@ -1004,9 +1236,20 @@ def natural(text):
     return int(text)
 
 
+def fraction(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text!r}")
+    return value
+
+
 def parse_args(description, presets, argv=None, extra=None):
     """The flags shared by all scripts. `presets` = {"paper": {...}, "laptop": {...}, "smoke": {...}} fills what the
-    command line leaves open; extra(parser) adds the script's own flags."""
+    command line leaves open, presets[...]["ng"] what the natural gradient has otherwise; extra(parser) adds the
+    script's own flags."""
     cli = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.error = fail
@@ -1017,8 +1260,11 @@ def parse_args(description, presets, argv=None, extra=None):
     flag("--steps", type=positive(int), help="training steps; the schedule is stretched with them")
     flag("--batch", type=positive(int), help="points per step")
     flag("--width", type=positive(int), help="neurons per hidden layer")
-    flag("--lr", type=positive(float), help="initial learning rate")
-    flag("--optimizer", choices=["adam", "soap"], help="soap needs the package pytorch-optimizer")
+    flag("--lr", type=positive(float), help="initial learning rate; with ng: the longest step")
+    flag("--optimizer", choices=["adam", "soap", "ng"],
+         help="soap needs the package pytorch-optimizer; ng is natural gradient (one seed, float64)")
+    flag("--damping", type=positive(float), help="first damping lambda of ng (default 1e-6); it adapts")
+    flag("--momentum", type=fraction, help="SPRING momentum of ng, in [0, 1) (default 0)")
     flag("--seed", type=natural, default=0, help="first seed (default 0)")
     flag("--seeds", type=positive(int), default=1, help="number of seeds, trained at once (default 1)")
     flag("--gamma", type=lambda text: text if text == "auto" else positive(float)(text),
@@ -1026,7 +1272,7 @@ def parse_args(description, presets, argv=None, extra=None):
     flag("--C", type=positive(float), help="take gamma = C (n^(1/d) - 1) / |Omega|^(1/d) instead")
     flag("--eps", type=positive(float), default=1e-6, help="threshold of the eps-rank (default 1e-6)")
     flag("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
-    flag("--dtype", default="float32", choices=["float32", "float64"], help="precision of the training")
+    flag("--dtype", choices=["float32", "float64"], help="precision (default float32; with ng always float64)")
     flag("--compile", default="auto", choices=["auto", "on", "off"],
          help="torch.compile; auto: from 2000 steps on, on a CPU where a C++ compiler and Python.h are found")
     flag("--out", default="runs", help="results go to OUT/experiment/config/ (default runs)")
@@ -1049,7 +1295,12 @@ def parse_args(description, presets, argv=None, extra=None):
     if args.preset == "auto":
         args.preset = "laptop" if args.device == "cpu" else "paper"
         print(f"preset {args.preset} (device {args.device}; choose with --preset {'|'.join(presets)})")
-    preset = dict(warmup=0, decay=1.0, decay_every=1000) | presets[args.preset]
+    preset = dict(warmup=0, decay=1.0, decay_every=1000, dtype="float32") | presets[args.preset]
+    of_ng = preset.pop("ng", {})
+    if (args.optimizer or preset["optimizer"]) == "ng":
+        preset |= dict(lr=1.0, warmup=0, decay=1.0, dtype="float64", damping=1e-6, momentum=0.0) | of_ng
+    elif args.damping or args.momentum is not None:
+        fail("--damping and --momentum belong to natural gradient; add --optimizer ng")
     for key in ("warmup", "decay_every"):
         preset[key] *= (args.steps or preset["steps"]) / preset["steps"]
     for key, value in preset.items():
@@ -1062,6 +1313,14 @@ def parse_args(description, presets, argv=None, extra=None):
             make_optimizer("soap", [torch.zeros(1, requires_grad=True)], 1e-3)
         except ValueError as e:
             fail(e)
+    if args.optimizer == "ng":
+        if args.seeds > 1:
+            fail("--optimizer ng trains one network at a time; use --seeds 1 and one --seed after the other")
+        if args.dtype != "float64":
+            fail("--optimizer ng computes in float64; drop --dtype float32")
+        if args.compile == "on":
+            fail("--optimizer ng is not compiled; drop --compile on")
+        args.compile = "off"
     if args.compile == "auto":
         args.compile = "on" if args.steps >= 2000 and (args.device != "cpu" or cpu_can_compile()) else "off"
     torch.set_default_dtype(getattr(torch, args.dtype))
@@ -1091,6 +1350,7 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
     skip = ("out", "resume", "no_plot", "all", "sfli", "argv")
     settings |= {k: v for k, v in vars(args).items() if k not in skip and k not in settings}
     resume = args.resume and (folder / "checkpoint.pt").exists()
+    ng = {k: getattr(args, k) for k in ("damping", "momentum")} if args.optimizer == "ng" else {}
 
     def measured(net):
         ranks = eps_rank(net, points, args.eps, measure, layer="all")
@@ -1109,7 +1369,7 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
             for old in ("checkpoint.pt", "result.json", "history.csv"):
                 (folder / old).unlink(missing_ok=True)
         history = train(nets, sample, residuals, args.steps, lr=args.lr, warmup=args.warmup, decay=args.decay,
-                        decay_every=args.decay_every, optimizer=args.optimizer, evaluate=measured, seeds=seeds,
+                        decay_every=args.decay_every, optimizer=args.optimizer, **ng, evaluate=measured, seeds=seeds,
                         compile=args.compile == "on", folder=folder, config=settings, resume=resume, **options)
     except ValueError as e:
         fail(e)
