@@ -871,38 +871,48 @@ def jacobian(residuals, net, batch, scale, J):
     with torch.no_grad():
         factor = scale({k: v.detach() for k, v in r.items()})
         R = sum(len(v) for v in r.values())
-        J = J.zero_() if J is not None and J.shape == (R, P) else params[0].new_zeros(R, P)
+        J = J if J is not None and J.shape == (R, P) else params[0].new_empty(R, P)
         outputs = [c for *_, out in tape.records for c in out if c is not None]
         row = 0
         for k, v in r.items():
             grads = iter(torch.autograd.grad(v, outputs, factor[k], retain_graph=True, allow_unused=True))
-            rows = J[row : row + len(v)]
+            block = {p: J[row : row + len(v), first[p] : first[p] + p.numel()] for p in params}
             row += len(v)
+            written = set()
+
+            def put(p, g):  # [B, *p.shape]
+                block[p].add_(g.flatten(1)) if p in written else block[p].copy_(g.flatten(1))
+                written.add(p)
+
             for a, W, b, out in tape.records:
                 delta = [None if c is None else next(grads) for c in out]
                 used = [(d, c) for d, c in zip(delta, a) if d is not None]
                 if not used:
                     continue
-                at_b = torch.zeros_like(used[0][0]) if delta[0] is None else delta[0]
                 if W.dim() not in (0, 2) or any(d.dim() != 2 or len(d) != len(v) for d, _ in used):
                     raise NotImplementedError("jacobian: a residual per sample and maps of [B, n] are wanted")
-                plain = W in first and (b is None or b in first)
-                to = rows[:, first[W] : first[W] + W.numel()] if plain else rows.new_zeros(len(v), W.numel())
+                at_b = torch.zeros_like(used[0][0]) if delta[0] is None else delta[0]
                 if W.dim() == 0:
-                    to += sum((d * c).sum(1, keepdim=True) for d, c in used)
-                else:
-                    to = to.unflatten(1, W.shape)
-                    for d, c in used:
-                        to.addcmul_(d.unsqueeze(2), c.expand(len(v), -1).unsqueeze(1))
-                if plain and b is not None:
-                    rows[:, first[b] : first[b] + b.numel()] += at_b
-                if not plain:  # W is made of parameters (factorized weights, a Gaussian layer): chain rule
+                    put(W, sum((d * c).sum(1, keepdim=True) for d, c in used))
+                    continue
+                plain = W in block and (b is None or b in block)
+                to = block[W].unflatten(1, W.shape) if plain else v.new_empty(len(v), *W.shape)
+                for i, (d, c) in enumerate(used):
+                    d, c = d.unsqueeze(2), c.expand(len(v), -1).unsqueeze(1)
+                    to.addcmul_(d, c) if i or plain and W in written else torch.mul(d, c, out=to)
+                if plain:
+                    written.add(W)
+                    if b is not None:
+                        put(b, at_b)
+                else:  # W is made of parameters (factorized weights, a Gaussian layer): chain rule
                     made, by = ([W], [to]) if b is None else ([W, b], [to, at_b])
                     chain = torch.autograd.grad(made, params, by, retain_graph=True, allow_unused=True,
                                                 is_grads_batched=True)
                     for p, g in zip(params, chain):
                         if g is not None:
-                            rows[:, first[p] : first[p] + p.numel()] += g.flatten(1)
+                            put(p, g)
+            for p in set(params) - written:
+                block[p].zero_()
     return {k: v.detach() for k, v in r.items()}, factor, J
 
 
