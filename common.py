@@ -1024,6 +1024,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
         step, seconds, history, count = state["step"], state["seconds"], state["history"], state["count"]
     start = saved = time.perf_counter()
     bar = progress(steps, step)
+    ticks, looking = [], 0.0  # for the estimate of the time: ends of the first steps, seconds of one evaluation
     while step <= steps:
         record = step % every == 0 or step == steps
         batch = draw()
@@ -1052,11 +1053,15 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                                          "--lr, a smaller --gamma, or --dtype float64")
         if record:
             now = seconds + time.perf_counter() - start
+            if causal:
+                with torch.no_grad(), eager():
+                    c = causal_weights(member_residuals(params, batch), **causal)[causal["terms"][0]]  # [S, B]
             for s, net in enumerate(nets):
                 means = {k: v[s].item() / count for k, v in sums.items()}
                 row = {"step": step, "seed": seeds[s], "loss": sum(w[k][s].item() * m for k, m in means.items())}
                 row |= {f"loss_{k}": m for k, m in means.items()}
                 row |= {f"weight_{k}": v[s].item() for k, v in w.items()} if weighting != "fixed" else {}
+                row |= {"causal_mean": c[s].mean().item(), "causal_last": c[s, -1].item()} if causal else {}
                 row |= {"lr": opt.param_groups[0]["lr"], "seconds": now} | (opt.report() if ng else {})
                 if evaluate is not None:
                     with torch.no_grad(), eager():
@@ -1064,6 +1069,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                 history.append(row)
             sums, count = {}, 0
             write_history(folder, history)
+            looking = seconds + time.perf_counter() - start - now
             if bar:
                 shown = ("loss", "rel_l2", "eps_rank", "damping", "eta")
                 bar.set_postfix({k: f"{row[k]:.3g}" for k in shown if k in row}, refresh=False)
@@ -1072,6 +1078,14 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
             if bar:
                 bar.update()
         step += 1
+        if len(ticks) < 20:
+            ticks.append(time.perf_counter())
+            if len(ticks) == 20:
+                usual = sorted(b - a for a, b in zip(ticks, ticks[1:]))[9]  # the first steps compile
+                minutes = ((steps - step) * usual + (steps - step) // every * looking) / 60
+                if minutes > 1:
+                    print(f"{1e3 * usual:.3g} ms per step, {steps - step} steps to go: about "
+                          + (f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"), flush=True)
         if path is not None and (time.perf_counter() - saved > CHECKPOINT_SECONDS or step > steps):
             save_checkpoint(path, {
                 "config": config, "step": step, "seconds": seconds + time.perf_counter() - start, "history": history,
@@ -1258,8 +1272,8 @@ def fraction(text):
 
 def parse_args(description, presets, argv=None, extra=None):
     """The flags shared by all scripts. `presets` = {"paper": {...}, "laptop": {...}, "smoke": {...}} fills what the
-    command line leaves open, presets[...]["ng"] what the natural gradient has otherwise; extra(parser) adds the
-    script's own flags."""
+    command line leaves open, its entries "all" and "ng" what is otherwise with --all and --optimizer ng;
+    extra(parser) adds the script's own flags."""
     cli = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                   formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.error = fail
@@ -1307,6 +1321,8 @@ def parse_args(description, presets, argv=None, extra=None):
         print(f"preset {args.preset} (device {args.device}; choose with --preset {'|'.join(presets)})")
     preset = dict(warmup=0, decay=1.0, decay_every=1000, dtype="float32") | presets[args.preset]
     of_ng = preset.pop("ng", {})
+    of_all = preset.pop("all", {})
+    preset |= of_all if args.all else {}
     if (args.optimizer or preset["optimizer"]) == "ng":
         preset |= dict(lr=1.0, warmup=0, decay=1.0, dtype="float64", damping=1e-6, momentum=0.0) | of_ng
     elif args.damping or args.momentum is not None:
@@ -1432,6 +1448,26 @@ def check_resume(args, experiment, configs):
     paths = [Path(args.out) / experiment / config / "checkpoint.pt" for config in configs]
     if args.resume and not any(path.exists() for path in paths):
         fail(f"--resume: there is no checkpoint {paths[0]}; run without --resume first")
+
+
+def cached(folder, name, compute):
+    """The arrays {name: array} that compute() returns, kept as folder/name.npz."""
+    import numpy as np
+
+    path = None if folder is None else Path(folder) / f"{name}.npz"
+    if path is not None and path.exists():
+        with contextlib.suppress(Exception), np.load(path) as data:  # what cannot be read is computed anew
+            return dict(data)
+    data = compute()
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            buffer = io.BytesIO()
+            np.savez(buffer, **data)
+            atomically(path, lambda tmp: tmp.write_bytes(buffer.getvalue()))
+        except OSError as e:
+            fail(f"--out: cannot write {path} ({e.strerror}); choose another folder or make room")
+    return data
 
 
 def relative_l2(y, f):

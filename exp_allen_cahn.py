@@ -1,0 +1,218 @@
+"""Example 4 (Fig. AC, AC_error): the Allen-Cahn equation with a physics-informed network,
+
+    u_t - 0.0001 u_xx + 5 u^3 - 5 u = 0,  u(0, x) = x^2 cos(pi x),  t in [0, 1],  x in [-1, 1] periodic.
+
+    python exp_allen_cahn.py --sfli                   on a CPU: natural gradient, minutes; fig_ac.png
+    python exp_allen_cahn.py --all                    Baseline, SFLI, AT, AT+SFLI, the paper's method: fig_ac_error.png
+    python exp_allen_cahn.py --sfli --at --preset paper        one of the four at the paper's scale (a GPU)
+    python exp_allen_cahn.py --fourier 2              the competitor: random Fourier features instead of SFLI
+
+AT (advanced techniques): random weight factorization, NTK loss weights, causal weights.
+"""
+import argparse
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from common import (MLP, FourierFeatures, Periodic, PirateNet, cached, check_resume, curve, fail, figure, grid, jet,
+                    parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform, volume)
+
+# Parameters --------------------------------------------------------------------------------------
+
+OMEGA = [(0.0, 1.0), (-1.0, 1.0)]  # t, x
+GAMMA = {"gauss": math.sqrt(10), "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 1
+# Table AC. It does not say how many initial points: 512, as in jaxpi, which the paper follows.
+PAPER = dict(steps=300_000, batch=8192, initial=512, arch="pirate", layers=3, width=256, lr=1e-3, warmup=5000,
+             decay=0.9, decay_every=5000, optimizer="adam")
+# On a CPU natural gradient with a small network; --all keeps the paper's method, scaled down.
+ABLATION = dict(steps=18_000, batch=1024, initial=256, arch="pirate", layers=2, width=128, lr=1e-3, warmup=500,
+                decay=0.9, decay_every=600, optimizer="soap")
+NATURAL = dict(steps=2500, batch=800, initial=200, arch="mlp", layers=4, width=50, optimizer="ng", decay=0.03,
+               decay_every=2500)
+PRESETS = {
+    "paper": PAPER,
+    "laptop": ABLATION | dict(optimizer="ng", all=ABLATION, ng=NATURAL),
+    "smoke": PAPER | dict(steps=20, batch=64, initial=32, layers=1, width=16, warmup=5, decay_every=5),
+}
+CHUNKS = 32  # of time, for the causal weights
+
+# Reference ---------------------------------------------------------------------------------------
+
+
+def solve(n, steps, nt, nx):
+    """u [nt, nx] by n Fourier modes and ETDRK4 (Cox & Matthews 2002; coefficients by Kassam & Trefethen 2005).
+
+    The periodic extension of u(0, x) has a kink at x = 1. Sampled, it would alias and spoil every digit beyond the
+    sixth; so u(0, x) enters by its exact Fourier coefficients, 2 int_0^1 x^2 cos(pi x) cos(k pi x) dx."""
+    k = np.arange(n // 2 + 1)
+    moment = lambda m: np.where(m == 0, 1 / 3, 2 * (-1.0) ** m / (np.pi * np.where(m == 0, 1, m)) ** 2)
+    v = n / 2 * (-1.0) ** k * (moment(k + 1) + moment(k - 1)) + 0j  # rfft of the values at x_j = -1 + 2 j / n
+    h, L = 1 / steps, 5 - 1e-4 * (np.pi * k) ** 2
+    z = h * L[:, None] + np.exp(1j * np.pi * (np.arange(32) + 0.5) / 32)  # a circle around h L
+    mean = lambda f: h * f.mean(1).real
+    Q = mean((np.exp(z / 2) - 1) / z)
+    f1 = mean((-4 - z + np.exp(z) * (4 - 3 * z + z**2)) / z**3)
+    f2 = mean((2 + z + np.exp(z) * (z - 2)) / z**3)
+    f3 = mean((-4 - 3 * z - z**2 + np.exp(z) * (4 - z)) / z**3)
+    E, half = np.exp(h * L), np.exp(h * L / 2)
+    N = lambda v: -5 * np.fft.rfft(np.fft.irfft(v, n) ** 3)
+    x = -1 + 2 * np.arange(nx) / nx
+    u = [x**2 * np.cos(np.pi * x)]
+    for step in range(1, steps + 1):
+        Nv = N(v)
+        a = half * v + Q * Nv
+        Na = N(a)
+        b = half * v + Q * Na
+        Nb = N(b)
+        c = half * a + Q * (2 * Nb - Nv)
+        v = E * v + f1 * Nv + 2 * f2 * (Na + Nb) + f3 * N(c)
+        if step % (steps // (nt - 1)) == 0:
+            u.append(np.fft.irfft(v, n)[:: n // nx])
+    return np.stack(u)
+
+
+def reference(nt=201, nx=512, folder=None):
+    """t [nt], x [nx], u [nt, nx]; x = 1 is left out, being x = -1. Kept in `folder`. Six seconds, and the change on
+    halving the step and doubling the modes is printed: 4e-10."""
+
+    def compute():
+        if 800 % (nt - 1) or 4096 % nx:
+            raise ValueError(f"reference: nt - 1 = {nt - 1} must divide 800 and nx = {nx} must divide 4096")
+        coarse, fine = solve(4096, 800, nt, nx), solve(8192, 1600, nt, nx)
+        print(f"reference: {nt} x {nx} points, 8192 modes, 1600 steps; half of both changes u by at most "
+              f"{np.abs(coarse - fine).max():.0e}")
+        return {"t": np.linspace(0, 1, nt), "x": -1 + 2 * np.arange(nx) / nx, "u": fine}
+
+    data = cached(folder, f"reference_{nt}_{nx}", compute)
+    return data["t"], data["x"], data["u"]
+
+
+# Problem -----------------------------------------------------------------------------------------
+
+
+def residuals(net, batch):
+    u, heat = jet(net, batch["x"], "t x", "t-1e-4*xx")  # u_t - 0.0001 u_xx
+    x0 = batch["x0"]  # (0, x)
+    return {"ic": net(x0)[:, 0] - x0[:, 1] ** 2 * torch.cos(math.pi * x0[:, 1]),
+            "res": (heat + 5 * u**3 - 5 * u)[:, 0]}
+
+
+def draw(generator, batch, initial):
+    """`batch` uniform points, sorted by time together with their x; `initial` equispaced ones at t = 0, shifted."""
+    x = uniform(OMEGA, batch, generator)
+    shift = torch.rand(1, generator=generator, device=generator.device, dtype=x.dtype)
+    x0 = -1 + 2 / initial * (torch.arange(initial, device=x.device) + shift)
+    return {"x": x[x[:, 0].argsort()], "x0": torch.stack([torch.zeros_like(x0), x0], 1)}
+
+
+# Train and evaluate ------------------------------------------------------------------------------
+
+
+def name(args):
+    first = f"sfli-{args.sfli}" if args.sfli else f"fourier-{args.fourier:g}" if args.fourier else ""
+    return "-".join(filter(None, ["at" if args.at else "", first])) or "baseline"
+
+
+def fit(args):
+    """Train one configuration; -> history and the prediction on the grid of the reference."""
+    t, x, u = (torch.as_tensor(a, dtype=torch.get_default_dtype()) for a in
+               reference(folder=Path(args.out) / "allen_cahn"))
+    mesh = torch.stack(torch.meshgrid(t, x, indexing="ij"), -1).to(args.device)  # [201, 512, 2]
+    test, u_test = mesh[::2, ::2].reshape(-1, 2), u[::2, ::2].reshape(-1).to(args.device)
+    points = grid(OMEGA, 50).to(args.device)  # for the eps-rank
+    gamma = shape(args, args.sfli, GAMMA, OMEGA, points, volume(OMEGA), Periodic(2, {1: 2.0}))
+
+    def build(generator):
+        embed, d = Periodic(2, {1: 2.0}), 3
+        if args.fourier:
+            embed, d = nn.Sequential(embed, FourierFeatures(3, args.width, args.fourier)), args.width
+        net = (PirateNet if args.arch == "pirate" else MLP)(d, args.width, args.layers, embed=embed,
+                                                            rwf=(1.0, 0.1) if args.at else None)
+        return sfli(net, OMEGA, args.sfli, gamma, args.C or 1.0, generator) if args.sfli else net
+
+    options = dict(weighting="ntk", causal=dict(terms=["res"], tol=1.0, chunks=CHUNKS)) if args.at else {}
+    nets, history = run(args, "allen_cahn", name(args), build, lambda g: draw(g, args.batch, args.initial), residuals,
+                        lambda net: {"rel_l2": relative_l2(net(test)[:, 0], u_test)}, points, volume(OMEGA), gamma,
+                        **options)
+    with torch.no_grad():
+        predicted = nets[0](mesh.reshape(-1, 2)).reshape(u.shape).cpu()
+    return history, (t, x, u, predicted)
+
+
+# Plot --------------------------------------------------------------------------------------------
+
+
+def plot_solution(t, x, u, predicted, path):
+    fig, axes = figure(1, 3, size=(4.4, 3.2))
+    panels = [("reference", u, "RdBu_r"), ("prediction", predicted, "RdBu_r"), ("absolute error", None, "viridis")]
+    for ax, (title, field, colors) in zip(axes[0], panels):
+        field = (u - predicted).abs() if field is None else field
+        image = ax.pcolormesh(t, x, field.T, cmap=colors, shading="nearest", rasterized=True,
+                              **({"vmin": -1, "vmax": 1} if colors == "RdBu_r" else {}))
+        ax.set(title=title, xlabel="t")
+        fig.colorbar(image, ax=ax)
+    axes[0, 0].set_ylabel("x")
+    save_figure(fig, path)
+
+
+LABELS = {"baseline": "Baseline", "sfli-gauss": "SFLI", "at": "AT", "at-sfli-gauss": "AT+SFLI"}
+
+
+def plot_error(histories, width, path):
+    """Fig. AC_error, and below it the weights that AT logs."""
+    weighted = {label: h for label, h in histories.items() if "causal_last" in h[0]}
+    fig, axes = figure(2 if weighted else 1, 2, size=(5.2, 3.6))
+    for color, (label, history) in zip(("black", "tab:blue", "tab:orange", "tab:red"), histories.items()):
+        style = dict(color=color, label=LABELS.get(label, label))
+        curve(axes[0, 0], history, "eps_rank", log=False, **style)
+        curve(axes[0, 1], history, "rel_l2", **style)
+        if label in weighted:
+            curve(axes[1, 0], history, "weight_ic", **style | {"label": style["label"] + ", initial condition"})
+            curve(axes[1, 0], history, "weight_res", ls="--", **style | {"label": style["label"] + ", equation"})
+            curve(axes[1, 1], history, "causal_last", log=False, **style)
+    axes[0, 0].set(ylabel="ε-rank of the last hidden layer", ylim=(0, 1.05 * width))
+    axes[0, 1].set_ylabel("relative $L^2$ error")
+    axes[0, 0].legend(fontsize=8)
+    if weighted:
+        axes[1, 0].set_ylabel("NTK weight")
+        axes[1, 0].legend(fontsize=8)
+        axes[1, 1].set(ylabel="causal weight of the last time chunk", ylim=(-0.02, 1.02))
+    save_figure(fig, path)
+
+
+def flags(cli):
+    cli.add_argument("--at", action="store_true", help="advanced techniques: weight factorization, NTK, causal weights")
+    cli.add_argument("--fourier", type=positive(float), metavar="SCALE", help="random Fourier features, not SFLI")
+    cli.add_argument("--arch", choices=["pirate", "mlp"], help="PirateNet or MLP")
+    cli.add_argument("--layers", type=positive(int), help="residual blocks of the PirateNet, layers of the MLP")
+    cli.add_argument("--initial", type=positive(int), help="points on the initial condition")
+
+
+def main(argv=None):
+    args = parse_args(__doc__, PRESETS, argv, flags)
+    if args.fourier and (args.sfli or args.all):
+        fail("--fourier replaces SFLI; drop --sfli or --all")
+    if args.fourier and args.width % 2:
+        fail("--fourier needs an even --width: half cosines, half sines")
+    if args.all and args.at:
+        fail("--all runs with and without AT; drop --at")
+    if (args.at or args.all) and args.batch % CHUNKS:
+        fail(f"--batch: {args.batch} points do not split into {CHUNKS} causal chunks; use a multiple of {CHUNKS}")
+    each = [dict(at=at, sfli=kind) for at in (False, True) for kind in (None, "gauss")] if args.all else [{}]
+    runs = [argparse.Namespace(**vars(args) | choice) for choice in each]
+    check_resume(args, "allen_cahn", [name(a) for a in runs])
+    folder = Path(args.out) / "allen_cahn"
+    histories = {}
+    for a in runs:
+        histories[name(a)], fields = fit(a)
+        if not args.no_plot:
+            plot_solution(*fields, folder / name(a) / "fig_ac.png")
+    if not args.no_plot:
+        plot_error(histories, args.width, folder / ("" if args.all else name(args)) / "fig_ac_error.png")
+
+
+if __name__ == "__main__":
+    main()
