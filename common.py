@@ -725,7 +725,7 @@ class NaturalGradient:
 
     TRIES = 12
 
-    def __init__(self, net, residuals, lr=1.0, damping=1e-6, momentum=0.0):
+    def __init__(self, net, residuals, lr=1.0, damping=1e-3, momentum=0.0):
         if not 0 < damping < math.inf or not 0 <= momentum < 1:
             raise ValueError(f"--damping must be positive and 0 <= --momentum < 1, got {damping:g} and {momentum:g}")
         self.net, self.residuals, self.params = net, residuals, list(net.parameters())
@@ -792,17 +792,26 @@ class NaturalGradient:
         elif eta < top / 4:
             self.damping *= 2
 
+    def size(self, batch):
+        """Rows and columns of J; refuses what does not fit NG_BYTES."""
+        P = sum(p.numel() for p in self.params)
+
+        def check(R):
+            size = 8 * (R * P + min(R, P) ** 2)
+            if size > NG_BYTES:
+                raise ValueError(f"--batch: J has {R} rows x {P} parameters, {size / 1e9:.1f} GB with its Gram matrix, "
+                                 f"over the limit of {NG_BYTES / 1e9:g} GB; use fewer points, a smaller --width, or "
+                                 "another --optimizer")
+            return R, P
+
+        check(max((len(v) for v in batch.values()), default=0))  # before the residuals take as much memory
+        with torch.no_grad():
+            return check(sum(len(v) for v in self.residuals(self.net, batch).values()))
+
     def choose(self, batch):
         """Buffer for J and the way to fill it: jacobian() where v^T J is the gradient of v . r for a random v, else
         torch.func, many times slower, for modules whose parameters do not enter through linear or lerp."""
-        with torch.no_grad():
-            R = sum(len(v) for v in self.residuals(self.net, batch).values())
-        P = sum(p.numel() for p in self.params)
-        size = 8 * (R * P + min(R, P) ** 2)
-        if size > NG_BYTES:
-            raise ValueError(f"--batch: J has {R} rows x {P} parameters, {size / 1e9:.1f} GB with its Gram matrix, "
-                             f"over the limit of {NG_BYTES / 1e9:g} GB; use fewer points, a smaller --width, or "
-                             "another --optimizer")
+        R, P = self.size(batch)
         print(f"natural gradient: J {R} x {P} in float64, {8e-6 * R * P:.0f} MB", flush=True)
         J = torch.empty(R, P, dtype=torch.float64, device=self.params[0].device)
         with contextlib.suppress(NotImplementedError):
@@ -936,7 +945,7 @@ def jacobian_by_func(residuals, net, batch, scale, J):
 
 
 def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay_every=1000, optimizer="adam",
-          damping=1e-6, momentum=0.0, weights=None, weighting="fixed", causal=None, evaluate=None, seeds=None,
+          damping=1e-3, momentum=0.0, weights=None, weighting="fixed", causal=None, evaluate=None, seeds=None,
           compile=False, folder=None, config=None, resume=False):
     """Train one network, or several at once (one per seed), and return the history: a list of rows.
 
@@ -1068,7 +1077,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                         row |= evaluate(net)
                 history.append(row)
             sums, count = {}, 0
-            write_history(folder, history)
+            if folder is not None:
+                write_rows(Path(folder) / "history.csv", history)
             looking = seconds + time.perf_counter() - start - now
             if bar:
                 shown = ("loss", "rel_l2", "eps_rank", "damping", "eta")
@@ -1216,17 +1226,14 @@ def atomically(path, write):
         raise
 
 
-def write_history(folder, history):
-    if folder is None or not history:
-        return
-
+def write_rows(path, rows):
     def write(tmp):
         with open(tmp, "w", newline="") as f:
-            table = csv.DictWriter(f, list(history[0]))
-            table.writeheader()
-            table.writerows(history)
+            out = csv.DictWriter(f, list(rows[0]))
+            out.writeheader()
+            out.writerows(rows)
 
-    atomically(Path(folder) / "history.csv", write)
+    atomically(path, write)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -1287,10 +1294,10 @@ def parse_args(description, presets, argv=None, extra=None):
     flag("--lr", type=positive(float), help="initial learning rate; with ng: the longest step")
     flag("--optimizer", choices=["adam", "soap", "ng"],
          help="soap needs the package pytorch-optimizer; ng is natural gradient (one seed, float64)")
-    flag("--damping", type=positive(float), help="first damping lambda of ng (default 1e-6); it adapts")
+    flag("--damping", type=positive(float), help="first damping lambda of ng (default 1e-3); it adapts")
     flag("--momentum", type=fraction, help="SPRING momentum of ng, in [0, 1) (default 0)")
     flag("--seed", type=natural, default=0, help="first seed (default 0)")
-    flag("--seeds", type=positive(int), default=1, help="number of seeds, trained at once (default 1)")
+    flag("--seeds", type=positive(int), help="number of seeds, trained at once (default 1; 5 in the tables)")
     flag("--gamma", type=lambda text: text if text == "auto" else positive(float)(text),
          help="shape parameter of SFLI (default: the paper's table); auto: chosen by the rank of the Gaussian layer")
     flag("--C", type=positive(float), help="take gamma = C (n^(1/d) - 1) / |Omega|^(1/d) instead")
@@ -1319,12 +1326,12 @@ def parse_args(description, presets, argv=None, extra=None):
     if args.preset == "auto":
         args.preset = "laptop" if args.device == "cpu" else "paper"
         print(f"preset {args.preset} (device {args.device}; choose with --preset {'|'.join(presets)})")
-    preset = dict(warmup=0, decay=1.0, decay_every=1000, dtype="float32") | presets[args.preset]
+    preset = dict(warmup=0, decay=1.0, decay_every=1000, dtype="float32", seeds=1) | presets[args.preset]
     of_ng = preset.pop("ng", {})
     of_all = preset.pop("all", {})
     preset |= of_all if args.all else {}
     if (args.optimizer or preset["optimizer"]) == "ng":
-        preset |= dict(lr=1.0, warmup=0, decay=1.0, dtype="float64", damping=1e-6, momentum=0.0) | of_ng
+        preset |= dict(lr=1.0, warmup=0, decay=1.0, dtype="float64", damping=1e-3, momentum=0.0) | of_ng
     elif args.damping or args.momentum is not None:
         fail("--damping and --momentum belong to natural gradient; add --optimizer ng")
     for key in ("warmup", "decay_every"):
@@ -1389,6 +1396,8 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
         for seed in seeds:
             torch.manual_seed(seed)
             nets.append(build(sfli_generator(seed)).to(args.device))
+        if ng:  # refuse before anything is written
+            NaturalGradient(nets[0], residuals, **ng).size(sample(torch.Generator(args.device)))
         if not resume:
             folder.mkdir(parents=True, exist_ok=True)
             atomically(folder / "config.json", lambda tmp: tmp.write_text(json.dumps(settings, indent=1)))
@@ -1426,6 +1435,8 @@ def shape(args, kind, table, domain, points, measure, embed=None):
     the Gaussian layer of the first seed at `points` (scan_gamma) and leaves the other kinds of --all to the table."""
     if kind is None and not args.all and (args.gamma or args.C):
         fail("--gamma and --C shape the first layer of SFLI; add --sfli or --all")
+    if kind and args.C and args.width < 2:
+        fail("--C: eq. (choice) makes gamma zero for one neuron; widen with --width or give --gamma")
     if kind is None or args.C:
         return None
     if args.gamma != "auto":
@@ -1474,6 +1485,33 @@ def relative_l2(y, f):
     return (torch.linalg.norm(y - f) / torch.linalg.norm(f)).item()
 
 
+def table(folder, rows):
+    """Write and print rows [{column: cell}] as folder/table.csv and table.md. A cell is a number, or a pair (values
+    over the seeds, the paper's number or None), shown as mean +- std, paper, ratio."""
+    long, short = [], []
+    for row in rows:
+        wide, line = {}, {}
+        for key, cell in row.items():
+            if not isinstance(cell, tuple):
+                wide[key] = line[key] = cell
+                continue
+            values, paper = torch.tensor(cell[0], dtype=torch.float64), cell[1]
+            mean, std = values.mean().item(), values.std(correction=0).item()
+            wide |= {f"{key}_mean": mean, f"{key}_std": std, f"{key}_paper": paper, f"{key}_seeds": len(values)}
+            beside = f" (paper {paper:.2e}, ratio {mean / paper:.2f})" if paper else ""
+            line[key] = f"{mean:.2e} ± {std:.1e}{beside}"
+        long.append(wide)
+        short.append(line)
+    text = "".join("| " + " | ".join(map(str, cells)) + " |\n"
+                   for cells in [list(short[0]), ["---"] * len(short[0]), *(line.values() for line in short)])
+    try:
+        atomically(Path(folder) / "table.md", lambda tmp: tmp.write_text(text))
+        write_rows(Path(folder) / "table.csv", long)
+    except OSError as e:
+        fail(f"--out: cannot write to {folder} ({e.strerror}); choose another folder or make room")
+    print(text, end="")
+
+
 COLORS = {"baseline": "black", "gauss": "tab:blue", "tanh": "tab:orange", "cos": "tab:green", "hat": "tab:red"}
 
 
@@ -1499,6 +1537,25 @@ def curve(ax, history, key, label=None, log=True, **style):
     ax.locator_params(axis="x", nbins=5)
     if log:
         ax.set_yscale("log")
+
+
+def plot_dimensions(rows, path):
+    """Error against d from the rows of table(): mean and range over the seeds, crosses for the paper's numbers."""
+    fig, axes = figure(1, 1, size=(5.2, 3.6))
+    ax, dims = axes[0, 0], [row["d"] for row in rows]
+    keys = [key for key, cell in rows[0].items() if isinstance(cell, tuple)]
+    for key, color in zip(keys, ("black", "tab:blue", "tab:red")):
+        values = [row[key][0] for row in rows]
+        mean = [sum(v) / len(v) for v in values]
+        spread = [[m - min(v) for m, v in zip(mean, values)], [max(v) - m for m, v in zip(mean, values)]]
+        ax.errorbar(dims, mean, spread, marker="o", capsize=3, color=color, label=key)
+        known = [(row["d"], row[key][1]) for row in rows if row[key][1]]
+        ax.plot(*zip(*known) if known else ([], []), ls="", marker="x", color=color)
+    ax.plot([], [], ls="", marker="x", color="gray", label="paper")
+    ax.set(xlabel="d", ylabel="relative test error", xscale="log", yscale="log", xticks=dims, xticklabels=dims)
+    ax.minorticks_off()
+    ax.legend(fontsize=8)
+    save_figure(fig, path)
 
 
 def save_figure(fig, path):

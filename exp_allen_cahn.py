@@ -118,12 +118,12 @@ def name(args):
 
 def fit(args):
     """Train one configuration; -> history and the prediction on the grid of the reference."""
+    points = grid(OMEGA, 50).to(args.device)  # for the eps-rank
+    gamma = shape(args, args.sfli, GAMMA, OMEGA, points, volume(OMEGA), Periodic(2, {1: 2.0}))
     t, x, u = (torch.as_tensor(a, dtype=torch.get_default_dtype()) for a in
                reference(folder=Path(args.out) / "allen_cahn"))
     mesh = torch.stack(torch.meshgrid(t, x, indexing="ij"), -1).to(args.device)  # [201, 512, 2]
     test, u_test = mesh[::2, ::2].reshape(-1, 2), u[::2, ::2].reshape(-1).to(args.device)
-    points = grid(OMEGA, 50).to(args.device)  # for the eps-rank
-    gamma = shape(args, args.sfli, GAMMA, OMEGA, points, volume(OMEGA), Periodic(2, {1: 2.0}))
 
     def build(generator):
         embed, d = Periodic(2, {1: 2.0}), 3

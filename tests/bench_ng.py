@@ -56,7 +56,9 @@ def bench(width, rows, steps):
         step()
     common.gram, common.jacobian = plain
     lowest = {name: min(t) for name, t in times.items()}
-    lowest["solve"] = min(b - j - g for b, j, g in zip(*(times[k][-steps + 1 :] for k in ("backward", "jacobian", "gram"))))
+    lowest["solve"] = min(
+        b - j - g for b, j, g in zip(*(times[k][-steps + 1 :] for k in ("backward", "jacobian", "gram")))
+    )
     return lowest, sum(p.numel() for p in net.parameters())
 
 

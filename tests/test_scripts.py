@@ -17,11 +17,17 @@ import torch
 from conftest import ROOT
 
 import common
+import exp_allen_cahn
 import exp_function_fit
 import exp_spectral_bias
 
-SCRIPTS = {"function_fit": exp_function_fit, "spectral_bias": exp_spectral_bias}
-CONFIGS = ["baseline", "sfli-gauss", "sfli-tanh", "sfli-cos", "sfli-hat"]
+SCRIPTS = {"function_fit": exp_function_fit, "spectral_bias": exp_spectral_bias, "allen_cahn": exp_allen_cahn}
+KINDS = ["baseline", "sfli-gauss", "sfli-tanh", "sfli-cos", "sfli-hat"]
+CONFIGS = {
+    "function_fit": KINDS,
+    "spectral_bias": KINDS,
+    "allen_cahn": ["baseline", "sfli-gauss", "at", "at-sfli-gauss"],
+}
 SHARED = [
     "--sfli",
     "--all",
@@ -31,6 +37,8 @@ SHARED = [
     "--width",
     "--lr",
     "--optimizer",
+    "--damping",
+    "--momentum",
     "--seed",
     "--seeds",
     "--gamma",
@@ -61,15 +69,13 @@ def test_all_from_another_folder(experiment, tmp_path):
     done = command(ROOT / f"exp_{experiment}.py", "--all", "--preset", "smoke", cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    pattern = rf"RESULT {experiment} (\S+) rel_l2=[\d.e+-]+ eps_rank=[\d.]+→[\d.]+/20 seconds=[\d.]+"
-    assert [re.fullmatch(pattern, line).group(1) for line in results] == CONFIGS
-    for config in CONFIGS:
+    pattern = rf"RESULT {experiment} (\S+) rel_l2=[\d.e+-]+ eps_rank=[\d.]+→[\d.]+/\d+ seconds=[\d.]+"
+    assert [re.fullmatch(pattern, line).group(1) for line in results] == CONFIGS[experiment]
+    for config in CONFIGS[experiment]:
         folder = tmp_path / "runs" / experiment / config
+        files = ["checkpoint.pt", "config.json", "fig_ac.png", "history.csv", "result.json"]
         assert sorted(p.name for p in folder.iterdir()) == [
-            "checkpoint.pt",
-            "config.json",
-            "history.csv",
-            "result.json",
+            name for name in files if name != "fig_ac.png" or experiment == "allen_cahn"
         ]
         result = json.loads((folder / "result.json").read_text())
         assert {
@@ -199,6 +205,14 @@ BAD = [
     ("--resume", "--resume"),
     ("--all --resume", "--resume"),
     ("--optimizer soap --seeds 2", "--seeds"),
+    ("--optimizer ng --seeds 2", "--seeds"),
+    ("--optimizer ng --damping 0", "--damping"),
+    ("--optimizer ng --damping -1e-6", "--damping"),
+    ("--optimizer ng --momentum 1", "--momentum"),
+    ("--optimizer ng --dtype float32", "--dtype"),
+    ("--optimizer ng --compile on", "--compile"),
+    ("--damping 1e-6", "--optimizer ng"),
+    ("--momentum 0.5 --optimizer soap", "--optimizer ng"),
     ("--sfli --width 1 --C 1", "gamma"),
 ]
 
@@ -216,6 +230,45 @@ def test_bad_input(experiment, flags, named, tmp_path, capsys):
         e.value.code == 2 and captured.err.count("\n") == 1 and named in captured.err and "RESULT" not in captured.out
     )
     assert not (tmp_path / "out").exists()
+
+
+BAD_ALLEN_CAHN = [
+    ("--fourier 0", "--fourier"),
+    ("--fourier 2 --sfli", "--fourier"),
+    ("--fourier 2 --all", "--fourier"),
+    ("--fourier 2 --width 15", "--width"),
+    ("--all --at", "--at"),
+    ("--at --batch 65", "--batch"),
+    ("--all --batch 65", "--batch"),
+    ("--arch cnn", "--arch"),
+    ("--layers 0", "--layers"),
+    ("--initial 0", "--initial"),
+]
+
+
+@pytest.mark.parametrize("flags,named", BAD_ALLEN_CAHN)
+def test_bad_input_of_allen_cahn(flags, named, tmp_path, capsys):
+    test_bad_input("allen_cahn", flags, named, tmp_path, capsys)
+
+
+def test_natural_gradient_in_a_script(tmp_path, capsys):
+    """The flags reach it, what it does is in the history, and a J that does not fit leaves earlier results alone."""
+    run = lambda *flags: exp_spectral_bias.main(
+        ["--sfli", "--preset", "smoke", "--optimizer", "ng", "--no-plot", "--out", str(tmp_path), *flags]
+    )
+    run("--damping", "1e-3", "--momentum", "0.5")
+    assert "natural gradient: J 41 x 901 in float64" in capsys.readouterr().out
+    folder = tmp_path / "spectral_bias/sfli-gauss"
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["damping"], config["momentum"], config["lr"], config["dtype"]) == (1e-3, 0.5, 1.0, "float64")
+    rows = list(csv.DictReader((folder / "history.csv").open()))
+    assert {"damping", "eta", "rejected"} <= set(rows[0]) and float(rows[-1]["rel_l2"]) < float(rows[0]["rel_l2"])
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    with pytest.raises(SystemExit) as e:
+        run("--batch", "2000000")
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and "--batch: J has 2000000 rows x 901 parameters" in err and err.count("\n") == 1
+    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
@@ -371,7 +424,8 @@ def test_importing_has_no_side_effects(tmp_path):
     """Importing prints nothing, writes nothing, loads no optional package, changes no torch setting."""
     code = (
         "import sys, torch; settings = lambda: (torch.get_default_dtype(), torch.get_num_threads()); "
-        "before, loaded = settings(), set(sys.modules); import common, exp_function_fit, exp_spectral_bias; "
+        "before, loaded = settings(), set(sys.modules); "
+        "import common, exp_allen_cahn, exp_function_fit, exp_spectral_bias; "
         "assert before == settings(); new = {name.split('.')[0] for name in set(sys.modules) - loaded}; "
         "assert not {'matplotlib', 'tqdm', 'scipy', 'pytorch_optimizer', 'triton'} & new, new"
     )
