@@ -714,10 +714,10 @@ def grid(domain, n):
 
 
 class NaturalGradient:
-    """theta <- theta - eta d,  d = J^T (J J^T + lam I)^-1 r: the Gauss-Newton step in function space (Muller, Zeinhofer
-    2023) by the Woodbury identity (ENGD-W, arXiv 2505.12149). r stacks all residuals, each scaled by sqrt(weight /
-    count), so |r|^2 is the loss that the other optimisers minimise. With momentum mu this is SPRING (same reference):
-    d minimises |J d - r|^2 + lam |d - mu d_old|^2.
+    """theta <- theta - eta d,  d = J^T (J J^T + lam I)^-1 r: the Gauss-Newton step in function space by the Woodbury
+    identity (ENGD-W, arXiv 2505.12149). r stacks all residuals, each scaled by sqrt(weight / count), so |r|^2 is the
+    loss that the other optimisers minimise. With momentum mu it is SPRING (arXiv 2401.10190): d minimises
+    |J d - r|^2 + lam |d - mu d_old|^2.
 
     eta: halved from `lr`, at most TRIES times, until the loss falls on the same batch. lam: divided by 1.5 after a
     step that needed no halving, doubled after more than two; a step that never falls is rejected, doubles lam and
@@ -825,7 +825,7 @@ class NaturalGradient:
             if not difference.norm() > 1e-9 * math.sqrt(R) * J.norm():  # rounding; nan is for backward() to report
                 return J, jacobian
         print("natural gradient: a module that jacobian() does not know; torch.func takes over, slowly", flush=True)
-        return J, jacobian_by_func
+        return None, jacobian_by_func
 
 
 NG_BYTES = 4e9  # limit for J and its Gram matrix

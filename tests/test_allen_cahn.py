@@ -92,7 +92,7 @@ def test_paper_preset_is_the_table():
 
 
 def test_natural_gradient_solves_it(float64):
-    """A small network, 120 steps: below one percent, where first-order methods are at fifty."""
+    """A small network, 200 steps, a few seconds: below one percent. Adam is at 0.99 after 5000 steps."""
     torch.manual_seed(0)
     net = MLP(3, 30, 4, embed=Periodic(2, {1: 2.0}))
     net = sfli(net, OMEGA, gamma=GAMMA["gauss"], generator=torch.Generator().manual_seed(0))
@@ -100,7 +100,7 @@ def test_natural_gradient_solves_it(float64):
     u = torch.tensor(solve(2048, 200, 11, 64))
     mesh = torch.stack(torch.meshgrid(torch.linspace(0, 1, 11), x, indexing="ij"), -1).reshape(-1, 2)
     error = lambda net: {"rel_l2": ((net(mesh)[:, 0] - u.reshape(-1)).norm() / u.norm()).item()}
-    history = train(net, lambda g: draw(g, 400, 100), residuals, 120, optimizer="ng", lr=1.0, evaluate=error)
+    history = train(net, lambda g: draw(g, 400, 100), residuals, 200, optimizer="ng", lr=1.0, evaluate=error)
     assert history[0]["rel_l2"] > 0.5 and history[-1]["rel_l2"] < 1e-2
 
 

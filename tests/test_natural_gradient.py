@@ -121,6 +121,21 @@ def test_jacobian_where_one_residual_needs_two_points():
     assert difference(lambda net, b: {"jump": (net(b["x"]) * net(b["y"]))[:, 0]}, net, batch) < 1e-10
 
 
+def test_jacobian_of_pseudo_time_steps():
+    """r + lam (q - stop q) has the value of r and the derivative of r + lam q."""
+    net, batch, _ = problem("allen_cahn", PirateNet, "gauss", (1.0, 0.1))
+
+    def residuals(net, batch):
+        u, heat = jet(net, batch["x"], "t x", "t-1e-4*xx")
+        return {"res": (heat + 7 * (u - u.detach()))[:, 0]}
+
+    r, _, J = jacobian(residuals, net, batch, ones, None)
+    _, _, oracle = jacobian_by_func(residuals, net, batch, ones, None)
+    assert (J - oracle).norm() < 1e-10 * oracle.norm()
+    u, heat = jet(net, batch["x"], "t x", "t-1e-4*xx")
+    assert torch.equal(r["res"], heat[:, 0].detach())
+
+
 def test_gram_is_the_lower_triangle():
     for n in (1, 5, 8, 33):
         A = torch.randn(n, 11)
