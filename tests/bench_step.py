@@ -10,6 +10,7 @@ create_graph=True for every derivative, torch.optim.Adam as it comes.
 
 import argparse
 import copy
+import functools
 import math
 import re
 import subprocess
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import exp_parabolic  # noqa: E402
 from common import MLP, Periodic, PirateNet, jet, sfli, train, uniform  # noqa: E402
 
 
@@ -96,6 +98,24 @@ def ldc(batch=1024, nu=1 / 3200):
     return net, lambda g: {"x": uniform(omega, batch, g)}, ours, nested
 
 
+def parabolic(d):
+    """Example 7 in d dimensions: MLP 4 x 128, 512 interior, 256 initial, 32 d boundary points, a Laplacian."""
+
+    def nested(net, batch):
+        z = batch["inside"].requires_grad_()
+        u = net(z)[:, 0]
+        du = grad(u, z)
+        laplacian = sum(grad(du[:, k], z)[:, k] for k in range(d))
+        return {
+            "res": du[:, -1] - laplacian + u - exp_parabolic.source(batch["inside"]),
+            "ic": net(batch["initial"])[:, 0] - exp_parabolic.exact(batch["initial"]),
+            "bc": net(batch["boundary"])[:, 0] - exp_parabolic.exact(batch["boundary"]),
+        }
+
+    net = sfli(MLP(d + 1, 128, 4), exp_parabolic.box(d))
+    return net, lambda g: exp_parabolic.draw(g, d, 512), exp_parabolic.residuals, nested
+
+
 def bench(problem, steps):
     """Minimum ms per step of ours and of plain, and the share of our time inside matrix products."""
     torch.manual_seed(0)
@@ -140,22 +160,23 @@ def peer_ms(command, name):
 
 def main():
     problems = {"fit": (fit, 3000), "ac": (ac, 40), "ldc": (ldc, 40)}
+    problems |= {f"parabolic{d}": (functools.partial(parabolic, d), 25) for d in exp_parabolic.DIMS}
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("problem", nargs="*", help="fit, ac, ldc (default: all three)")
+    cli.add_argument("problem", nargs="*", help="fit, ac, ldc, parabolic5, 10, 20, 50 (default: all)")
     cli.add_argument("--peer", help="command that is given ac or ldc and prints min=...ms")
     args = cli.parse_args()
     if unknown := set(args.problem) - set(problems):
         cli.error(f"problem: {', '.join(unknown)} unknown; choose from {', '.join(problems)}")
     torch.set_flush_denormal(True)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, minimum ms per step")
-    print(f"{'problem':8} {'ours':>8} {'nested':>8} {'ratio':>6} {'peer':>8} {'ratio':>6}  in matrix products")
+    print(f"{'problem':12} {'ours':>8} {'nested':>8} {'ratio':>6} {'peer':>8} {'ratio':>6}  in matrix products")
     for name in args.problem or problems:
-        peer = args.peer and name != "fit"
+        peer = args.peer and name in ("ac", "ldc")
         before = peer_ms(args.peer, name) if peer else math.inf
         mine, plain, share = bench(*problems[name])
         ms = min(before, peer_ms(args.peer, name)) if peer else None
         beside = f"{ms:8.1f} {ms / mine:6.2f}" if peer else f"{'-':>8} {'-':>6}"
-        print(f"{name:8} {mine:8.2f} {plain:8.2f} {plain / mine:6.2f} {beside}  {share:.0%}", flush=True)
+        print(f"{name:12} {mine:8.2f} {plain:8.2f} {plain / mine:6.2f} {beside}  {share:.0%}", flush=True)
 
 
 if __name__ == "__main__":

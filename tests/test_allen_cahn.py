@@ -77,6 +77,8 @@ def test_draws(float64):
     t = batch["x"][:, 0]
     assert (t.diff() >= 0).all()
     assert {tuple(p) for p in batch["x"].tolist()} == {tuple(p) for p in plain.tolist()}
+    near = draw(torch.Generator().manual_seed(3), 4096, 100, near=1000)["x"]
+    assert (near[:, 1].abs() >= 0.95).sum() > 1000 and near[:, 1].abs().max() <= 1 and (near[:, 0].diff() >= 0).all()
     x0 = batch["x0"]
     assert (x0[:, 0] == 0).all() and torch.allclose(x0[:, 1].diff(), torch.tensor(0.02)) and x0[:, 1].abs().max() <= 1
 

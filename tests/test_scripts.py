@@ -243,6 +243,9 @@ BAD_ALLEN_CAHN = [
     ("--arch cnn", "--arch"),
     ("--layers 0", "--layers"),
     ("--initial 0", "--initial"),
+    ("--near 65", "--near"),
+    ("--near -1", "--near"),
+    ("--ic-weight 0", "--ic-weight"),
 ]
 
 
