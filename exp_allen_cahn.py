@@ -140,8 +140,8 @@ def fit(args):
     options |= dict(weighting="ntk", causal=dict(terms=["res"], tol=1.0, chunks=CHUNKS)) if args.at else {}
     sample = lambda generator: draw(generator, args.batch, args.initial, args.near)
     evaluate = lambda net: {"rel_l2": relative_l2(net(test)[:, 0], u_test)}
-    nets, history = run(args, "allen_cahn", name(args), build, sample, residuals, evaluate, points, volume(OMEGA), gamma,
-                        **options)
+    nets, history = run(args, "allen_cahn", name(args), build, sample, residuals, evaluate, points, volume(OMEGA),
+                        gamma, **options)
     with torch.no_grad():
         predicted = nets[0](test).reshape(u.shape).cpu()
     return history, (t, x, u, predicted)
