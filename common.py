@@ -906,9 +906,14 @@ def jacobian(residuals, net, batch, scale, J):
                     continue
                 plain = W in block and (b is None or b in block)
                 to = block[W].unflatten(1, W.shape) if plain else v.new_empty(len(v), *W.shape)
-                for i, (d, c) in enumerate(used):
-                    d, c = d.unsqueeze(2), c.expand(len(v), -1).unsqueeze(1)
-                    to.addcmul_(d, c) if i or plain and W in written else torch.mul(d, c, out=to)
+                add = plain and W in written
+                used = [(d.unsqueeze(2), c.expand(len(v), -1).unsqueeze(1)) for d, c in used]
+                size = max(1, 2**18 // W.numel())  # rows at a time, so that all channels meet them in the cache
+                for lo in range(0, len(v), size):
+                    part = to[lo : lo + size]
+                    for i, (d, c) in enumerate(used):
+                        d, c = d[lo : lo + size], c[lo : lo + size]
+                        part.addcmul_(d, c) if i or add else torch.mul(d, c, out=part)
                 if plain:
                     written.add(W)
                     if b is not None:
