@@ -9,7 +9,7 @@
 
 AT (advanced techniques): random weight factorization, NTK loss weights, causal weights.
 The paper shows curves and states no error for this example. Ours, relative L2 error on 2 CPU cores: --sfli 2.7e-5,
-2.8e-5, 2.6e-5 (seeds 0-2, 2.5 minutes each); standard first layer 5.0e-5, 3.1e-5 (seeds 0, 1).
+2.8e-5, 2.6e-5 (seeds 0-2, 2.5 minutes each); standard first layer 5.0e-5, 3.1e-5, 2.7e-5.
 The four configurations of --all have not been run to the end.
 """
 import argparse
