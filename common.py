@@ -735,10 +735,10 @@ class NaturalGradient:
         self.damping, self.eta, self.rejected, self.d, self.J, self.jacobian = damping, 0.0, 0, None, None, None
 
     def state_dict(self):
-        return {"damping": self.damping, "eta": self.eta, "rejected": self.rejected, "d": self.d}
+        return self.report() | {"d": self.d}
 
     def load_state_dict(self, state):
-        self.damping, self.eta, self.rejected, self.d = (state[k] for k in ("damping", "eta", "rejected", "d"))
+        vars(self).update(state)
 
     def report(self):
         return {"damping": self.damping, "eta": self.eta, "rejected": self.rejected}
@@ -1252,6 +1252,19 @@ def fail(message, status=2):
     raise SystemExit(status)
 
 
+@contextlib.contextmanager
+def reported(folder):
+    """What a run into `folder` may end with, in one line: bad input, a full disk (status 2), divergence (status 1)."""
+    try:
+        yield
+    except ValueError as e:
+        fail(e)
+    except OSError as e:
+        fail(f"--out: cannot write to {folder} ({e.strerror}); choose another folder or make room")
+    except FloatingPointError as e:
+        fail(f"{Path(folder).name}: {e}", status=1)
+
+
 def positive(kind):
     def parse(text):
         try:
@@ -1396,7 +1409,7 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
         return (evaluate(net) | {"eps_rank": ranks[-1]} | {f"eps_rank_{k}": r for k, r in enumerate(ranks, 1)}
                 | {f"eps_rank_{name}": r for name, r in zip(net.sfli_layers, encoders)})
 
-    try:
+    with reported(folder):
         nets = []
         for seed in seeds:
             torch.manual_seed(seed)
@@ -1411,12 +1424,6 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
         history = train(nets, sample, residuals, args.steps, lr=args.lr, warmup=args.warmup, decay=args.decay,
                         decay_every=args.decay_every, optimizer=args.optimizer, **ng, evaluate=measured, seeds=seeds,
                         compile=args.compile == "on", folder=folder, config=settings, resume=resume, **options)
-    except ValueError as e:
-        fail(e)
-    except OSError as e:
-        fail(f"--out: cannot write to {folder} ({e.strerror}); choose another folder or make room")
-    except FloatingPointError as e:
-        fail(f"{config}: {e}", status=1)
     first, last = history[: len(nets)], history[-len(nets) :]
     seconds = last[0]["seconds"]
     result = {
@@ -1509,11 +1516,9 @@ def table(folder, rows):
         short.append(line)
     text = "".join("| " + " | ".join(map(str, cells)) + " |\n"
                    for cells in [list(short[0]), ["---"] * len(short[0]), *(line.values() for line in short)])
-    try:
+    with reported(folder):
         atomically(Path(folder) / "table.md", lambda tmp: tmp.write_text(text))
         write_rows(Path(folder) / "table.csv", long)
-    except OSError as e:
-        fail(f"--out: cannot write to {folder} ({e.strerror}); choose another folder or make room")
     print(text, end="")
 
 

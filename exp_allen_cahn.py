@@ -154,7 +154,8 @@ def fit(args):
 
 
 def plot_solution(t, x, u, predicted, path):
-    """Fig. AC. The error on a logarithmic scale: it is largest by far where u(0, x) has its kink, at x = 1."""
+    """Fig. AC. The error is on a logarithmic scale: its peaks, at the kink of u(0, x) and on the fronts, would hide
+    the rest."""
     fig, axes = figure(1, 3, size=(4.4, 3.2))
     from matplotlib.colors import LogNorm
 

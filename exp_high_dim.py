@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from common import (MLP, check_resume, fail, parse_args, plot_dimensions, positive, relative_l2, run, sfli,
-                    sfli_generator, table, train, uniform)
+from common import (MLP, check_resume, fail, parse_args, plot_dimensions, positive, relative_l2, reported, run,
+                    sfli, sfli_generator, table, train, uniform)
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -92,19 +92,13 @@ def search(args, d, grid):
         torch.manual_seed(seed)
         nets.append(network(args, d, C, sfli_generator(seed)).to(args.device))
     config = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "no_plot", "all", "argv", "dims")}
-    try:
+    with reported(folder):
         folder.mkdir(parents=True, exist_ok=True)
         history = train(nets, lambda g: {"x": uniform(omega, args.batch, g)}, residuals, args.search_steps, lr=args.lr,
                         decay=args.decay, decay_every=args.decay_every * args.search_steps / args.steps,
                         evaluate=error_on(omega, args.device, 2), seeds=[seed for _, seed in members],
                         compile=args.compile == "on", folder=folder, config=config,
                         resume=args.resume and (folder / "checkpoint.pt").exists())
-    except ValueError as e:
-        fail(e)
-    except OSError as e:
-        fail(f"--out: cannot write to {folder} ({e.strerror}); choose another folder or make room")
-    except FloatingPointError as e:
-        fail(f"d{d}-search: {e}", status=1)
     errors = {C: [] for C in grid}
     for (C, _), row in zip(members, history[-len(members) :]):
         errors[C].append(row["rel_l2"])
@@ -137,16 +131,15 @@ def main(argv=None):
         fail("--C-grid and --all train many networks at once; use --optimizer adam")
     if args.constant:
         args.decay = 1.0
-    each = [(d, C) for d in args.dims for C in ((None, 1.0) if args.all else (args.C or 1.0 if args.sfli else None,))]
+    columns = [None, 1.0] if args.all else [args.C or 1.0] if args.sfli else [None]  # C, None for the baseline
     if not args.C_grid or args.all:
-        check_resume(args, "high_dim", [name(args, d, C) for d, C in each])
+        check_resume(args, "high_dim", [name(args, d, C) for d in args.dims for C in columns])
     rows = []
     for d in args.dims:
         if not args.all:
-            C = search(args, d, args.C_grid) if args.C_grid else (args.C or 1.0 if args.sfli else None)
-            fit(args, d, C)
+            fit(args, d, search(args, d, args.C_grid) if args.C_grid else columns[0])
             continue
-        base, one = fit(args, d, None), fit(args, d, 1.0)
+        base, one = (fit(args, d, C) for C in columns)
         best = search(args, d, args.C_grid or GRID)
         paper = TABLE.get(d, [None] * 4)
         rows.append({"d": d, "Baseline": (base, paper[0]), "SFLI, C = 1": (one, paper[1]), "C*": best,
