@@ -51,7 +51,7 @@ class FirstLayer(nn.Module):
         # One product with the expanded square. It cancels gamma^2 |x|^2, for which float32 has too few digits (relative
         # error 6e-4 for gamma = 50, and 1.5e-5 for w x + b without expanding): hence float64 around a thin product.
         dtype, x, w, b = self.weight.dtype, x.double(), self.weight.double(), self.bias.double()
-        s = F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
+        s = squared_distance(x, w, b)
         # Below exp(-40) = 4e-18 a bump adds nothing to a sum of O(1) terms in either precision, but left
         # alone its tails are subnormal numbers, on which CPUs multiply matrices a hundred times slower.
         return torch.exp((-s).to(dtype)) * (s < 40)
@@ -333,15 +333,18 @@ def jet(f, x, variables, derivatives):
     if x.shape[-1] != plan.d:
         raise ValueError(f"variables: {variables!r} names {plan.d} columns, x has {x.shape[-1]}")
     eye = torch.eye(plan.d, dtype=x.dtype, device=x.device)
-    seed = [x] + [sum(_scale(eye[k], m) for k, m in c) if c else None for c in plan.seeds]
-    y = f(Jet(seed, plan)).full()
-    return [y[0]] + [sum(_scale(y[c], m) for c, m in channels) for channels in plan.outputs]
+    seed = [x] + [eye[group].unsqueeze(1) if group else sum(_scale(eye[v], m) for v, m in c) if c else None
+                  for c, group in zip(plan.seeds, plan.groups[1:])]
+    y = f(Jet(seed, plan, is_input=not Tape.open))
+    return [y.full(0)] + [sum(_scale(y.full(c), m) for c, m in channels) for channels in plan.outputs]
 
 
 class Plan:
     """Channel list of a jet and the rules on it. A channel is a linear combination of terms, a term a sorted tuple of
     variable numbers: "xx+yy" is (((0, 0), 1), ((1, 1), 1)). Products need the proper parts of every term as channels
-    of their own; the combination itself appears only linearly, which is why it needs no more than one channel."""
+    of their own; the combination itself appears only linearly, which is why it needs no more than one channel.
+    Variables of which only the sum of second derivatives is used, as in a Laplacian, are a group: their first
+    derivatives are one channel [variables, B, n]. Operations stay few and large in any dimension."""
 
     def __init__(self, variables, derivatives):
         number = {v: k for k, v in enumerate(variables.split())}
@@ -358,12 +361,22 @@ class Plan:
                 term = tuple(sorted(number[v] for v in names))
                 terms[term] = terms.get(term, 0) + float(sign + (factor or "1"))
             wanted.append(tuple(sorted(terms.items())))
+        roles = {}
+        for v in number.values():
+            uses = [(e, term == (v, v), m) for e, entry in enumerate(wanted) for term, m in entry if v in term]
+            roles.setdefault(tuple(uses) if uses and all(square for _, square, _ in uses) else v, []).append(v)
+        group = {members[0]: members for members in roles.values()}  # the first one stands for all
+        wanted = [tuple((term, m) for term, m in entry if set(term) <= set(group)) for entry in wanted]
         alone = {((s, 1),) for entry in wanted for term, _ in entry for s, _ in splits(term)}
         alone |= {((term, 1),) for entry in wanted if len(entry) == 1 for term, _ in entry}
         sums = {entry for entry in wanted if not all(((term, 1),) in alone for term, _ in entry)}
         channels = [()] + sorted(alone | sums, key=lambda c: (max(len(term) for term, _ in c), c))
         at = {c: k for k, c in enumerate(channels)}
         self.d = len(number)
+        self.groups = [None] * len(channels)
+        for v, members in group.items():
+            if len(members) > 1:
+                self.groups[at[(((v,), 1),)]] = members
         self.seeds = [[(term[0], m) for term, m in c if len(term) == 1] for c in channels[1:]]
         self.outputs = [[(at[e], 1)] if e in at else [(at[((term, 1),)], m) for term, m in e] for e in wanted]
         self.order = max([len(term) for c in channels for term, _ in c], default=0)
@@ -440,6 +453,8 @@ def _pointwise(taylor):
                 product = z[channels[0]]
                 for k in channels[1:]:
                     product = _times(product, z[k])
+                if plan.groups[channels[0]] and product is not None:
+                    product = product.sum(0)
                 factor[len(channels)] = _plus(factor[len(channels)], _scale(product, m))
             for k in range(2, plan.order + 1):
                 y[c] = _plus(y[c], _times(f[k], factor[k]))
@@ -509,7 +524,10 @@ def _mul(a, b):
     for c in range(1, len(x)):
         z_c = _plus(_times(x[0], y[c]), _times(x[c], y[0]))
         for (i, j), m in a.plan.leibniz[c]:
-            z_c = _plus(z_c, _scale(_times(x[i], y[j]), m))
+            product = _times(x[i], y[j])
+            if a.plan.groups[i] and product is not None:
+                product = product.sum(0)
+            z_c = _plus(z_c, _scale(product, m))
         z.append(z_c)
     return Jet(z, a.plan)
 
@@ -530,13 +548,15 @@ def _matmul(a, w):
     """a @ w for a constant w: one product over all channels where they have the value's shape."""
     if not isinstance(a, Jet) or isinstance(w, Jet):
         raise NotImplementedError("jet: a matrix product takes the jet on the left and a constant on the right")
-    some = [c for c in a.channels if c is not None]
-    if all(c.shape == some[0].shape for c in some):
-        y = list(torch.matmul(torch.stack(some), w).unbind(0))
-    else:
-        y = [torch.matmul(c, w) for c in some]
-    y = iter(y)
-    return Jet([None if c is None else next(y) for c in a.channels], a.plan)
+    v = a.channels[0]
+    if w.shape[-1] < 8 or any(c.shape[-v.dim() :] != v.shape for c in a.channels if c is not None):
+        return a.map(lambda c: torch.matmul(c, w))  # also at the output, where not every channel is read
+    at = [k for k, c in enumerate(a.channels) if c is not None]
+    parts = [a.channels[k] if a.plan.groups[k] else a.channels[k].unsqueeze(0) for k in at]
+    y, channels = torch.matmul(torch.cat(parts), w).split([len(c) for c in parts]), [None] * len(a.channels)
+    for k, c in zip(at, y):
+        channels[k] = c if a.plan.groups[k] else c.squeeze(0)
+    return Jet(channels, a.plan)
 
 
 def _linear(a, weight, bias=None):
@@ -544,24 +564,36 @@ def _linear(a, weight, bias=None):
     return y if bias is None else _add(y, bias)
 
 
+def squared_distance(x, w, b):
+    """sum_k (w_ik x_k + b_ik)^2 by one product with the expanded square. In the input of the network itself the first
+    derivatives of a group are unit vectors, for which no product is needed."""
+    by_product = lambda x: F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
+    if not (isinstance(x, Jet) and x.is_input and any(x.plan.groups)):
+        return by_product(x)
+    plan, v = x.plan, x.channels[0]
+    s = by_product(Jet([None if group else c for c, group in zip(x.channels, plan.groups)], plan))
+    for k, group in enumerate(plan.groups):
+        if group:
+            w_k, b_k = w.mT[group].unsqueeze(1), b.mT[group].unsqueeze(1)  # [variables, 1, n]
+            s.channels[k] = 2 * w_k * (w_k * v.mT[group].unsqueeze(2) + b_k)
+            for c, terms in enumerate(plan.chain):
+                for m in [m for used, m in terms if used == (k, k)]:
+                    s.channels[c] = _plus(s.channels[c], 2 * m * (w_k * w_k).sum(0))
+    return s
+
+
 def _getitem(a, index):
     index = index if isinstance(index, tuple) else (index,)
-    v = a.channels[0]
-    return a.map(lambda c: c.expand_as(v)[index])
+    return Jet([None if c is None else a.full(k)[(slice(None), *index) if a.plan.groups[k] else index]
+                for k, c in enumerate(a.channels)], a.plan)
 
 
 def _cat(parts, dim=0):
     plan = next(a.plan for a in parts if isinstance(a, Jet))
     jets = [a if isinstance(a, Jet) else Jet([a] + [None] * (len(plan.chain) - 1), plan) for a in parts]
-    channels = []
-    for parts in zip(*(a.channels for a in jets)):
-        if all(c is None for c in parts):
-            channels.append(None)
-        else:
-            parts = [torch.zeros_like(a.channels[0]) if c is None else c.expand_as(a.channels[0])
-                     for a, c in zip(jets, parts)]
-            channels.append(torch.cat(parts, dim))
-    return Jet(channels, plan)
+    dim = dim if dim < 0 else dim - jets[0].channels[0].dim()
+    return Jet([None if all(a.channels[k] is None for a in jets) else torch.cat([a.full(k) for a in jets], dim)
+                for k in range(len(plan.chain))], plan)
 
 
 _exp = lambda z, order: [torch.exp(z)] * 4
@@ -581,8 +613,8 @@ class Jet:
     """Channels of a jet: [0] the value [B, n], then one per entry of its plan; a channel is a tensor that
     broadcasts against the value, or None for zero."""
 
-    def __init__(self, channels, plan):
-        self.channels, self.plan = channels, plan
+    def __init__(self, channels, plan, is_input=False):
+        self.channels, self.plan, self.is_input = channels, plan, is_input
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -591,16 +623,17 @@ class Jet:
             raise NotImplementedError(f"jet: no rule for {func.__name__}; there are rules for {', '.join(RULES)}")
         return rule(*args, **(kwargs or {}))
 
-    def full(self):
-        """The channels, each expanded to the shape of the value."""
-        v = self.channels[0]
-        return [torch.zeros_like(v) if c is None else c.expand_as(v) for c in self.channels]
+    def full(self, k):
+        """Channel k, expanded to the shape of the value, with the variables of a group in front."""
+        v, c, group = self.channels[0], self.channels[k], self.plan.groups[k]
+        shape = v.shape if group is None else (len(group), *v.shape)
+        return v.new_zeros(shape) if c is None else c.expand(shape)
 
     def map(self, f):
         return Jet([None if c is None else f(c) for c in self.channels], self.plan)
 
     def double(self):
-        return self.map(lambda c: c.double())
+        return Jet(self.map(lambda c: c.double()).channels, self.plan, self.is_input)
 
     def to(self, *args):
         return self.map(lambda c: c.to(*args))
@@ -843,9 +876,19 @@ def gram(A):
 class Tape(torch.overrides.TorchFunctionMode):
     """Records every operation through which parameters meet samples: linear(a, W, b) and lerp(y, h, alpha)."""
 
+    open = False  # squared_distance() takes no short cut past linear() meanwhile
+
     def __init__(self):
         super().__init__()
         self.records = []  # (channels of the input, W or alpha, b, channels of the output)
+
+    def __enter__(self):
+        Tape.open = True
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Tape.open = False
+        return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -853,7 +896,7 @@ class Tape(torch.overrides.TorchFunctionMode):
         if name not in ("linear", "lerp"):
             return out
         if isinstance(out, Jet):  # gradients per sample want a row per sample, also where all rows are equal
-            out = out.map(lambda c: c.expand_as(out.channels[0]))
+            out = Jet([None if c is None else out.full(k) for k, c in enumerate(out.channels)], out.plan)
         if name == "linear":
             a, W, b = [*args, *(kwargs or {}).values(), None][:3]
         else:
@@ -896,6 +939,7 @@ def jacobian(residuals, net, batch, scale, J):
             for a, W, b, out in tape.records:
                 delta = [None if c is None else next(grads) for c in out]
                 used = [(d, c) for d, c in zip(delta, a) if d is not None]
+                used = [(e, f) for d, c in used for e, f in (zip(d, c) if d.dim() > 2 else [(d, c)])]  # groups apart
                 if not used:
                     continue
                 if W.dim() not in (0, 2) or any(d.dim() != 2 or len(d) != len(v) for d, _ in used):
@@ -1398,7 +1442,8 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
     folder = Path(args.out) / experiment / config
     seeds = list(range(args.seed, args.seed + args.seeds))
     settings = {"experiment": experiment, "config": config, "seeds": seeds, "gamma": gamma}
-    skip = ("out", "resume", "no_plot", "all", "sfli", "argv")
+    skip = ("out", "resume", "no_plot", "all", "sfli", "argv",  # and what chooses among configurations
+            "dims", "C_grid", "search_steps", "search_seeds")
     settings |= {k: v for k, v in vars(args).items() if k not in skip and k not in settings}
     resume = args.resume and (folder / "checkpoint.pt").exists()
     ng = {k: getattr(args, k) for k in ("damping", "momentum")} if args.optimizer == "ng" else {}

@@ -71,6 +71,8 @@ def test_embeddings(Net):
     x = uniform(DOMAIN, 5)
     check(network(Net, "gauss", Periodic(3, {1: 2.0})), x, "t x y", "t x xx+yy txx xxx+xyy")
     check(network(Net, None, nn.Sequential(FourierFeatures(3, 4))), x, "t x y", "t x xx+yy txx xxx+xyy")
+    check(network(Net, "gauss", Periodic(3, {1: 2.0})), x, "t x y", "t xx+yy")
+    check(network(Net, None, nn.Sequential(FourierFeatures(3, 4))), x, "t x y", "tt+xx+yy")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -99,6 +101,7 @@ def test_foreign_functions():
         return torch.cat([rows[:, ::2], silu(x)], -1)
 
     check(f, torch.randn(5, 3), "x y z", "x xy zzz xx+yy+zz xyz yyz")
+    check(f, torch.randn(5, 3), "x y z", "xx+yy+zz")
 
 
 def test_laplacian_in_50_dimensions_is_one_channel():
@@ -109,7 +112,24 @@ def test_laplacian_in_50_dimensions_is_one_channel():
     check(net, uniform([(0, 0.2)] + [(-1, 1)] * d, 3), " ".join(names), f"t {laplacian}")
     from common import Plan
 
-    assert len(Plan(" ".join(names), f"t {laplacian}").chain) == d + 3  # value, t, x1..xd, Laplacian
+    plan = Plan(" ".join(names), f"t {laplacian}")  # value, t, x1..xd as one group, Laplacian: d + 3 rows in a product
+    assert [len(group or [0]) for group in plan.groups] == [1, 1, d, 1] and len(plan.chain) == 4
+
+
+def test_groups_hold_what_is_used_alike():
+    """Of x, y, z, w only equally weighted squares may share a channel; another use takes a variable out."""
+    from common import Plan
+
+    groups = lambda derivatives: [g for g in Plan("x y z w", derivatives).groups if g]
+    assert groups("xx+yy+zz+ww") == [[0, 1, 2, 3]]
+    assert groups("xx+yy+2*zz+2*ww") == [[0, 1], [2, 3]]
+    assert groups("x xx+yy+zz") == groups("xx+yy+zz x+ww") == groups("xx+yy+zz xw") == [[1, 2]]
+    assert groups("xx+yy zz+yy") == groups("xx yy") == groups("x y z w") == []
+    x = uniform([(-1, 1)] * 4, 5)
+    for derivatives in ("xx+yy+2*zz+2*ww", "xx+yy+zz x+ww", "xx+yy+zz xw", "x-xx-yy-zz+ww xx+ww", "zz www-xx-yy"):
+        for kind in (None, "gauss"):
+            net = MLP(4, 9, 2)
+            check(net if kind is None else sfli(net, [(-1, 1)] * 4, kind, 1.0), x, "x y z w", derivatives)
 
 
 def test_a_linear_combination_is_one_channel():
@@ -146,13 +166,14 @@ def test_gradients_of_a_residual_reach_the_parameters():
         assert (a - b).abs().max() <= 1e-10 * max(b.abs().max(), 1e-3)
 
 
-def test_vmap_over_stacked_networks():
+@pytest.mark.parametrize("derivatives", ["t xx+yy txx", "t-xx-yy"])
+def test_vmap_over_stacked_networks(derivatives):
     nets, x = [network(ModifiedMLP, "gauss") for _ in range(3)], torch.stack([uniform(DOMAIN, 4) for _ in range(3)])
     params, _ = torch.func.stack_module_state(nets)
-    call = lambda p, x: jet(lambda z: torch.func.functional_call(nets[0], p, (z,)), x, "t x y", "t xx+yy txx")
+    call = lambda p, x: jet(lambda z: torch.func.functional_call(nets[0], p, (z,)), x, "t x y", derivatives)
     stacked = torch.func.vmap(call)(params, x)
     for k, net in enumerate(nets):
-        for a, b in zip(stacked, jet(net, x[k], "t x y", "t xx+yy txx")):
+        for a, b in zip(stacked, jet(net, x[k], "t x y", derivatives)):
             assert torch.allclose(a[k], b, atol=1e-12)
 
 

@@ -69,7 +69,13 @@ def torus(net, batch):
     }
 
 
+def heat(net, batch):
+    u, heat = jet(net, batch["x"], "x y z t", "t-xx-yy-zz")
+    return {"ic": net(batch["x0"])[:, 0], "res": (heat + u)[:, 0]}
+
+
 PROBLEMS = {
+    "heat": (4, 1, {}, heat),
     "allen_cahn": (2, 1, {1: 2.0}, allen_cahn),
     "cavity": (2, 3, {}, cavity),
     "torus": (3, 2, {1: 2 * math.pi, 2: 2 * math.pi}, torus),
