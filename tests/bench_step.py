@@ -2,6 +2,7 @@
 
     python tests/bench_step.py                                      the table of the README
     python tests/bench_step.py ac --peer "python peer_jax.py"       and a peer printing min=...ms, before and after
+    python tests/bench_step.py seeds                                five stacked seeds against five runs, Table 1, d = 10
 
 Run on an idle machine; only the ratios mean anything. Both sides train the same network on the same problem; ours is
 train() with everything it does, compiled; plain is the loop one writes by hand: torch.autograd.grad with
@@ -21,6 +22,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import exp_high_dim  # noqa: E402
 import exp_parabolic  # noqa: E402
 from common import MLP, Periodic, PirateNet, jet, sfli, train, uniform  # noqa: E402
 
@@ -153,6 +155,20 @@ def bench(problem, steps):
     return 1e3 * min(mine), 1e3 * min(plain), share
 
 
+def seeds(n=5, d=10, steps=400):
+    """Minimum ms per step of n networks of Table 1 in one train(), and n times that of one network, in turn."""
+
+    def measure(nets):
+        at = []
+        sample = lambda g: at.append(time.perf_counter()) or {"x": uniform([(-1.0, 1.0)] * d, 1000, g)}
+        train(nets, sample, exp_high_dim.residuals, steps, compile=True)  # sample is called once per network and step
+        return min(b - a for a, b in zip(at[:: len(nets)], at[len(nets) :: len(nets)]))
+
+    nets = lambda n: [sfli(MLP(d, 128, 3), [(-1.0, 1.0)] * d) for _ in range(n)]
+    runs = [(measure(nets(n)), n * measure(nets(1))) for _ in range(3)]
+    return 1e3 * min(a for a, _ in runs), 1e3 * min(b for _, b in runs)
+
+
 def peer_ms(command, name):
     out = subprocess.run([*command.split(), name], capture_output=True, text=True, check=True).stdout
     return float(re.search(r"min=([\d.]+)ms", out).group(1))
@@ -162,15 +178,19 @@ def main():
     problems = {"fit": (fit, 3000), "ac": (ac, 40), "ldc": (ldc, 40)}
     problems |= {f"parabolic{d}": (functools.partial(parabolic, d), 25) for d in exp_parabolic.DIMS}
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("problem", nargs="*", help="fit, ac, ldc, parabolic5, 10, 20, 50 (default: all)")
+    cli.add_argument("problem", nargs="*", help="fit, ac, ldc, parabolic5, 10, 20, 50, seeds (default: all)")
     cli.add_argument("--peer", help="command that is given ac or ldc and prints min=...ms")
     args = cli.parse_args()
-    if unknown := set(args.problem) - set(problems):
-        cli.error(f"problem: {', '.join(unknown)} unknown; choose from {', '.join(problems)}")
+    if unknown := set(args.problem) - {*problems, "seeds"}:
+        cli.error(f"problem: {', '.join(unknown)} unknown; choose from {', '.join(problems)}, seeds")
     torch.set_flush_denormal(True)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, minimum ms per step")
     print(f"{'problem':12} {'ours':>8} {'nested':>8} {'ratio':>6} {'peer':>8} {'ratio':>6}  in matrix products")
-    for name in args.problem or problems:
+    for name in args.problem or [*problems, "seeds"]:
+        if name == "seeds":
+            stacked, apart = seeds()
+            print(f"five seeds, d = 10: stacked {stacked:.2f}, one by one {apart:.2f}, ratio {apart / stacked:.2f}")
+            continue
         peer = args.peer and name in ("ac", "ldc")
         before = peer_ms(args.peer, name) if peer else math.inf
         mine, plain, share = bench(*problems[name])

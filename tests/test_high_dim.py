@@ -101,6 +101,8 @@ def test_tables(script, tmp_path, capsys):
     text = (folder / "table.md").read_text()
     assert text in capsys.readouterr().out and f"(paper {paper[0]:.2e}, ratio " in text and text.count("\n") == 4
     assert len(list(folder.glob("fig_*.png"))) == 1
+    script.main(["--all", "--preset", "smoke", "--dims", "10", *grid, "--resume", "--out", str(tmp_path)])  # finished
+    assert list(csv.DictReader((folder / "table.csv").open())) == rows[1:]
     with pytest.raises(SystemExit):
         script.main(["--all", "--preset", "smoke", "--resume", "--out", str(tmp_path / "other")])
 
