@@ -837,7 +837,7 @@ class NaturalGradient:
                                  "another --optimizer")
             return R, P
 
-        check(max((len(v) for v in batch.values()), default=0))  # before the residuals take as much memory
+        check(max((len(v) for v in batch.values() if v.dim()), default=0))  # before the residuals take as much memory
         with torch.no_grad():
             return check(sum(len(v) for v in self.residuals(self.net, batch).values()))
 
@@ -994,8 +994,8 @@ def jacobian_by_func(residuals, net, batch, scale, J):
 
 
 def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay_every=1000, optimizer="adam",
-          damping=1e-3, momentum=0.0, weights=None, weighting="fixed", causal=None, evaluate=None, seeds=None,
-          compile=False, folder=None, config=None, resume=False):
+          damping=1e-3, momentum=0.0, weights=None, weighting="fixed", causal=None, pseudo_time=False, constants=None,
+          evaluate=None, seeds=None, compile=False, folder=None, config=None, resume=False):
     """Train one network, or several at once (one per seed), and return the history: a list of rows.
 
     sample(generator) -> batch, a dict of tensors [B, ...], drawn anew every step.
@@ -1004,6 +1004,10 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     weighting: "fixed" keeps `weights` ({name: w}, default 1); "grad_norm" and "ntk" rebalance them.
     causal: {"terms": [names], "tol": 1.0, "chunks": 32} weights these terms by time; their rows must be
         sorted by time.
+    pseudo_time: for a residual given as a pair (r, q) minimise r + lam (q - q now) instead, a step of size 1 / lam
+        of implicit Euler for q_t = -r. It leaves the loss alone and changes its gradient. lam, 1 at first, follows
+        |change of r| / |change of q| over a step, within [0.01, 100]. Without it q is ignored.
+    constants(step) -> {name: number} joins the batch, say the viscosity of a curriculum.
     optimizer: "adam", "soap", or "ng", natural gradient, for one float64 network; there lr is the longest step, 1 at
         the start, damping the first lam and momentum SPRING's.
     lr rises linearly over `warmup` steps, then falls by `decay` per `decay_every` steps.
@@ -1016,7 +1020,9 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     seeds = list(range(len(nets))) if seeds is None else list(seeds)
     device = next(nets[0].parameters()).device
     torch.set_flush_denormal(True)  # subnormal numbers (tails of Gaussians) are slow on CPUs
-    params, member_residuals = _members(nets, residuals)
+    params, over_members = _members(nets)
+    member_pairs, residuals = over_members(_pairs(residuals)), _stepped(residuals)
+    member_residuals = over_members(residuals)
     values = {name: p.detach() for name, p in params.items()}  # the same storage, without autograd
     ng = optimizer == "ng"
     if ng and (len(nets) > 1 or compile):
@@ -1034,7 +1040,9 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
         return sum((w[k] * losses[k]).sum() for k in losses), losses
 
     def draw():
-        batches = [sample(g) for g in generators]
+        batches = [sample(g) | {k: torch.tensor(v, device=device) for k, v in constants(step).items()}
+                   if constants else sample(g) for g in generators]
+        batches = [b | {f"lam_{k}": v[s] for k, v in lam.items()} for s, b in enumerate(batches)]
         return batches[0] if len(nets) == 1 else {k: torch.stack([b[k] for b in batches]) for k in batches[0]}
 
     # Small networks wait for Python: compile the whole step, gradient included. Large ones wait for memory: compile
@@ -1067,7 +1075,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
             losses = {k: v.detach() for k, v in losses.items()}
         return losses
 
-    step, seconds, history, sums, count, w = 0, 0.0, [], {}, 0, None  # w: {name: [S]}, once the names are known
+    step, seconds, history, sums, count = 0, 0.0, [], {}, 0
+    w, lam = None, {}  # {name: [S]}, once the names are known
     path = None if folder is None else Path(folder) / "checkpoint.pt"
     if resume:
         state = load_checkpoint(path, config)
@@ -1077,7 +1086,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
         opt.load_state_dict(state["optimizer"])
         for g, s in zip(generators, state["generators"]):
             g.set_state(s.cpu())
-        w = {k: v.to(device) for k, v in state["weights"].items()}
+        w, lam = ({k: v.to(device) for k, v in state[name].items()} for name in ("weights", "lam"))
         sums = {k: v.to(device) for k, v in state["sums"].items()}
         step, seconds, history, count = state["step"], state["seconds"], state["history"], state["count"]
     start = saved = time.perf_counter()
@@ -1095,6 +1104,10 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
             if unknown := set(weights or {}) - set(r):
                 raise ValueError(f"weights: {sorted(unknown)} are no residuals; there are {sorted(r)}")
             w = {k: torch.full_like(r[k][:, 0], (weights or {}).get(k, 1.0)) for k in r}
+            if pseudo_time:
+                with torch.no_grad(), eager():
+                    lam = {k: torch.ones_like(w[k]) for k in member_pairs(params, batch)}
+                continue  # draw again, with lam
         if weighting != "fixed" and step % rebalance == 0:
             with eager():
                 new = balanced(gradient_sizes(weighting, member_residuals(params, batch), params, causal, generators))
@@ -1119,6 +1132,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                 row = {"step": step, "seed": seeds[s], "loss": sum(w[k][s].item() * m for k, m in means.items())}
                 row |= {f"loss_{k}": m for k, m in means.items()}
                 row |= {f"weight_{k}": v[s].item() for k, v in w.items()} if weighting != "fixed" else {}
+                row |= {f"lam_{k}": v[s].item() for k, v in lam.items()}
                 row |= {"causal_mean": c[s].mean().item(), "causal_last": c[s, -1].item()} if causal else {}
                 row |= {"lr": opt.param_groups[0]["lr"], "seconds": now} | (opt.report() if ng else {})
                 if evaluate is not None:
@@ -1133,7 +1147,16 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                 shown = ("loss", "rel_l2", "eps_rank", "damping", "eta")
                 bar.set_postfix({k: f"{row[k]:.3g}" for k in shown if k in row}, refresh=False)
         if step < steps:
+            look = lam and step % 20 == 0
+            with torch.no_grad(), eager():
+                before = member_pairs(params, batch) if look else {}
             opt.step()
+            with torch.no_grad(), eager():
+                after = member_pairs(params, batch) if look else {}
+            for k in after:
+                r, q = (new - old for new, old in zip(after[k], before[k]))  # [S, B]
+                ratio = r.norm(dim=1) / q.norm(dim=1).clamp(min=1e-30)
+                lam[k] = 0.9 * lam[k] + 0.1 * ratio.clamp(0.01, 100.0)
             if bar:
                 bar.update()
         step += 1
@@ -1149,7 +1172,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
             save_checkpoint(path, {
                 "config": config, "step": step, "seconds": seconds + time.perf_counter() - start, "history": history,
                 "params": values, "optimizer": opt.state_dict(), "generators": [g.get_state() for g in generators],
-                "weights": w, "sums": sums, "count": count})
+                "weights": w, "lam": lam, "sums": sums, "count": count})
             saved = time.perf_counter()
     if bar:
         bar.close()
@@ -1160,22 +1183,43 @@ CHECKPOINT_SECONDS = 60.0
 WHOLE_STEP = 50_000  # below so many parameters torch.compile takes the whole step, above the repeated block
 
 
-def _members(nets, residuals):
-    """Parameters {name: tensor}, stacked [S, ...] for S > 1 networks; residuals (params, batch) -> {name: [S, B]}."""
+def _members(nets):
+    """Parameters {name: tensor}, stacked [S, ...] for S > 1 networks, and over_members, which turns residuals (net,
+    batch) -> {name: [B]} into (params, batch) -> {name: [S, B]}."""
     call = lambda net, p: lambda x: torch.func.functional_call(net, p, (x,))
     if len(nets) == 1:
         net, params = nets[0], dict(nets[0].named_parameters())
+        add = lambda v: tuple(map(add, v)) if isinstance(v, tuple) else v.unsqueeze(0)
 
-        def single(p, batch):
-            r = residuals(net if p is params else call(net, p), batch)
-            return {k: v.unsqueeze(0) for k, v in r.items()}
+        def over_members(residuals):
+            return lambda p, batch: {k: add(v) for k, v in
+                                     residuals(net if p is params else call(net, p), batch).items()}
 
-        return params, single
+        return params, over_members
     params, _ = torch.func.stack_module_state(nets)
     for s, net in enumerate(nets):
         for name, p in net.named_parameters():
             p.data = params[name].data[s]  # a view: the nets follow the stacked parameters
-    return params, torch.func.vmap(lambda p, batch: residuals(call(nets[0], p), batch))
+    return params, lambda residuals: torch.func.vmap(lambda p, batch: residuals(call(nets[0], p), batch))
+
+
+def _pairs(residuals):
+    """Those residuals that are pairs (r, q)."""
+    return lambda net, batch: {k: v for k, v in residuals(net, batch).items() if isinstance(v, tuple)}
+
+
+def _stepped(residuals):
+    """Residuals, with r + lam (q - q now) for pairs (r, q) where the batch has a lam for them, r otherwise."""
+
+    def stepped(net, batch):
+        out = {}
+        for k, v in residuals(net, batch).items():
+            r, q = v if isinstance(v, tuple) else (v, None)
+            lam = None if q is None else batch.get(f"lam_{k}")
+            out[k] = r if lam is None else r + lam * (q - q.detach())
+        return out
+
+    return stepped
 
 
 def make_optimizer(name, params, lr):
@@ -1460,7 +1504,9 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
             torch.manual_seed(seed)
             nets.append(build(sfli_generator(seed)).to(args.device))
         if ng:  # refuse before anything is written
-            NaturalGradient(nets[0], residuals, **ng).size(sample(torch.Generator(args.device)))
+            constants = options.get("constants", lambda step: {})(0)
+            NaturalGradient(nets[0], _stepped(residuals), **ng).size(
+                sample(torch.Generator(args.device)) | {k: torch.tensor(v) for k, v in constants.items()})
         if not resume:
             folder.mkdir(parents=True, exist_ok=True)
             atomically(folder / "config.json", lambda tmp: tmp.write_text(json.dumps(settings, indent=1)))
