@@ -1,0 +1,210 @@
+"""Example 6: the spectral reference, residuals on exact decaying flow, hand-over between windows, the script."""
+
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import common
+import exp_ns_torus
+from exp_ns_torus import K, NU, M, draw, initial_vorticity, modes, on_grid, predict, reference, residuals, series, solve
+from exp_ns_torus import velocity
+
+
+def taylor_green(k=2):
+    """Modes of w = 2 k cos kx cos ky, whose flow keeps its shape and decays by exp(-2 k^2 nu t)."""
+    x = 2 * np.pi * np.arange(96) / 96
+    return modes(2 * k * np.outer(np.cos(k * x), np.cos(k * x)))
+
+
+def test_solver_on_taylor_green():
+    w = solve(taylor_green(), [0.0, 0.7, 1.0], 64, 20)
+    for t, field in zip((0.0, 0.7, 1.0), w):
+        assert np.abs(field - w[0] * math.exp(-8 * NU * t)).max() < 1e-12
+
+
+def test_solver_is_fourth_order_and_keeps_the_budgets():
+    """From the paper's initial vorticity: halving the step divides the change by 2^4; energy E and enstrophy Z fall
+    with dE/dt = -2 nu Z, dZ/dt = -2 nu P, P the palinstrophy, by central differences over 0.02 (error 1e-3)."""
+    w0 = initial_vorticity(None, 0)
+    a, b, c = (solve(w0, [0.2], 96, rate)[0] for rate in (40, 80, 160))
+    assert 13 < np.abs(a - b).max() / np.abs(b - c).max() < 19
+    times = [0.48, 0.49, 0.5]
+    fields = [velocity(modes(w)) for w in solve(w0, times, 160, 100)]
+    half_square = lambda C: (np.abs(C) ** 2).sum() / 2
+    E, Z = ([half_square(C[part]) for C in fields] for part in (slice(0, 2), slice(2, 3)))
+    P = half_square(np.stack([K[:, None] * fields[1][2], K * fields[1][2]]))
+    assert E[0] > E[1] > E[2] and Z[0] > Z[1] > Z[2]
+    assert (E[2] - E[0]) / 0.02 == pytest.approx(-2 * NU * Z[1], rel=1e-3)
+    assert (Z[2] - Z[0]) / 0.02 == pytest.approx(-2 * NU * P, rel=1e-2)  # modes beyond 32 carry part of P
+
+
+def test_initial_vorticity(tmp_path):
+    """The paper's has maximal speed 3; a random one of the family too; a file is what it says."""
+    for w in (initial_vorticity(None, 0), initial_vorticity("random", 0), initial_vorticity("random", 1)):
+        u, v, back = on_grid(velocity(w), 128)
+        assert np.hypot(u, v).max() == pytest.approx(3, abs=0.05) and np.abs(w[::-1, ::-1].conj() - w).max() < 1e-12
+        assert 2.5 < back.std() < 4.5
+    assert np.abs(initial_vorticity("random", 0) - initial_vorticity("random", 1)).max() > 0.1
+    values = on_grid(initial_vorticity(None, 0)[None], 80)[0]
+    np.savez(tmp_path / "w.npz", w=values + 5)  # a mean has no place on a torus
+    assert np.abs(initial_vorticity(tmp_path / "w.npz", 0) - initial_vorticity(None, 0)).max() < 1e-6
+
+
+def test_series_and_its_derivatives(float64):
+    """cos(2x) sin(3y) and sin(x): closed forms of all derivatives up to third order. Rounding of the
+    modes, 1e-17 each, is multiplied by up to 32^3."""
+    x = 2 * np.pi * np.arange(80) / 80
+    C = np.stack([modes(np.outer(np.cos(2 * x), np.sin(3 * x))), modes(np.outer(np.sin(x), np.ones(80)))])
+    z = 7 * torch.rand(9, 2)
+    d = series(torch.as_tensor(C), z)
+    cos, sin = (lambda a, t: torch.cos(t + a * math.pi / 2)), (lambda b, t: torch.sin(t + b * math.pi / 2))
+    for (a, b), got in d.items():
+        want = 2**a * 3**b * cos(a, 2 * z[:, 0]) * sin(b, 3 * z[:, 1])
+        assert torch.allclose(got[:, 0], want, atol=1e-10), (a, b)
+        assert torch.allclose(got[:, 1], sin(a, z[:, 0]) * (b == 0), atol=1e-10), (a, b)
+    assert len(d) == 10
+
+
+def exact(z, k=2):
+    """u, v, w of Taylor-Green at (t, x, y), in operations that jets know."""
+    e, x, y = torch.exp(-2 * NU * k**2 * z[:, 0:1]), k * z[:, 1:2], k * z[:, 2:3]
+    u, v = -e * (torch.cos(x) * torch.sin(y)), e * (torch.sin(x) * torch.cos(y))
+    return torch.cat([u, v, 2 * k * (e * (torch.cos(x) * torch.cos(y)))], -1)
+
+
+@pytest.mark.parametrize("hard_ic", [False, True])
+@pytest.mark.parametrize("formulation", ["uv", "uvw"])
+def test_residuals_on_taylor_green(formulation, hard_ic, float64):
+    """All residuals vanish on the exact flow; with --hard-ic the network is (q - q0) / t / scale. A wrong flow does
+    not pass."""
+    fields, scale = 3 if formulation == "uvw" else 2, torch.tensor([2.0, 3.0, 5.0])
+    scale = scale[:fields]
+    args = type("args", (), dict(batch=64, initial=32, hard_ic=hard_ic, formulation=formulation))
+    C = torch.as_tensor(velocity(taylor_green()))
+    batch = draw(torch.Generator().manual_seed(0), args, [(0.1, 1.0)] + [(0.0, 2 * math.pi)] * 2, C)
+    assert (batch["x"][:, 0].diff() >= 0).all()
+    start = lambda z: exact(z * torch.tensor([0.0, 1.0, 1.0]))
+    for factor in (1.0, 1.1):
+        whole = lambda z: (factor * (exact(z) - start(z)) / z[:, :1])[:, :fields] / scale
+        net = whole if hard_ic else lambda z: factor * exact(z)[:, :fields]
+        r = residuals(formulation, hard_ic, scale, (1.0, 1.0))(net, batch)
+        names = {"rw", "rc"} | ({"rv"} if fields == 3 else set()) | (set() if hard_ic else {"u_ic", "v_ic", "w_ic"})
+        assert set(r) == names
+        size = max(v.abs().max().item() for v in r.values())
+        assert size < 1e-12 if factor == 1 else size > 1e-3
+    half = residuals(formulation, hard_ic, scale, (2.0, 4.0))(net, batch)
+    assert torch.allclose(half["rw"] * 2, r["rw"]) and torch.allclose(half["rc"] * 4, r["rc"])
+
+
+@pytest.mark.parametrize("formulation", ["uv", "uvw"])
+def test_hand_over(formulation, float64):
+    """The end of a window as a series is what the network predicts there, also between the grid points."""
+    args = type("args", (), dict(hard_ic=True, formulation=formulation))
+    fields = 3 if formulation == "uvw" else 2
+    scale = torch.ones(fields)
+
+    class Net(torch.nn.Linear):
+        def forward(self, z):
+            return ((exact(z) - exact(z * torch.tensor([0.0, 1.0, 1.0]))) / z[:, :1])[:, :fields]
+
+    C = velocity(taylor_green())
+    end = predict(Net(1, 1), args, C, scale, 0.8, 96).numpy()
+    after = velocity(modes(end[2])) if formulation == "uvw" else np.stack([modes(f) for f in end])
+    z = 6 * torch.rand(20, 2)
+    want = exact(torch.cat([torch.full((20, 1), 0.8), z], 1))
+    assert torch.allclose(series(torch.as_tensor(after), z)[0, 0], want, atol=1e-12)
+
+
+def test_reference_is_kept(tmp_path, capsys):
+    times = [0.0, 0.05, 0.1]
+    a = reference(times, 32, folder=tmp_path, size=64, rate=40)[2]
+    assert "reference: 3 times" in capsys.readouterr().out and a.shape == (3, 32, 32)
+    b = reference(times, 32, folder=tmp_path, size=64, rate=40)[2]
+    assert capsys.readouterr().out == "" and np.array_equal(a, b)
+    c = reference(times, 32, initial_vorticity("random", 0), tmp_path, 64, 40)[2]
+    assert np.abs(a - c).max() > 1
+    with pytest.raises(ValueError, match="must divide"):
+        reference(times, 48, folder=tmp_path, size=64)
+
+
+SMOKE = ["--preset", "smoke", "--sfli"]
+
+
+def test_script_all(tmp_path, capsys):
+    exp_ns_torus.main(["--preset", "smoke", "--all", "--out", str(tmp_path)])
+    out, folder = capsys.readouterr().out, tmp_path / "ns_torus"
+    assert "RESULT ns_torus baseline rel_l2" in out and "RESULT ns_torus sfli-gauss rel_l2" in out
+    assert (folder / "fig_ns_torus.png").exists()
+    rows = list(csv.DictReader((folder / "sfli-gauss/errors.csv").open()))
+    assert [float(r["t"]) for r in rows] == [0, 1.25, 2.5, 3.75, 5, 6.25, 7.5, 8.75, 10]
+    result = json.loads((folder / "sfli-gauss/result.json").read_text())
+    assert result["rel_l2"] == float(rows[-1]["rel_l2"]) and result["paper"] == 8.99e-2 and len(result["eps_rank"]) == 2
+    window = list(csv.DictReader((folder / "sfli-gauss/window2/history.csv").open()))[-1]
+    assert float(window["rel_l2"]) == float(rows[-1]["rel_l2"]) and {"causal_last", "weight_u_ic"} <= set(window)
+
+
+@pytest.mark.parametrize("options", [[], ["--formulation", "uvw", "--hard-ic", "--optimizer", "ng", "--ic", "random"]])
+@pytest.mark.parametrize("at", [4, 9])
+def test_resume_inside_any_window(at, options, tmp_path, monkeypatch):
+    """Stopped in the first or the second window (5 draws each) and continued: the errors of the undisturbed run."""
+    line = [*SMOKE, *options, "--no-plot", "--dtype", "float64", "--out"]
+    exp_ns_torus.main([*line, str(tmp_path / "a")])
+    monkeypatch.setattr(common, "CHECKPOINT_SECONDS", 0.0)
+    calls, plain = [], exp_ns_torus.draw
+
+    class Stop(Exception):
+        pass
+
+    def stopping(*args):
+        calls.append(1)
+        if len(calls) == at:
+            raise Stop
+        return plain(*args)
+
+    monkeypatch.setattr(exp_ns_torus, "draw", stopping)
+    with pytest.raises(Stop):
+        exp_ns_torus.main([*line, str(tmp_path / "b")])
+    monkeypatch.setattr(exp_ns_torus, "draw", plain)
+    exp_ns_torus.main([*line, str(tmp_path / "b"), "--resume"])
+    a, b = ([p.read_text() for p in sorted((tmp_path / k).rglob("errors.csv"))] for k in "ab")
+    assert a == b and len(a) == 1
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("--seeds 2", "--seeds"),
+        ("--batch 33", "--batch: 33 points"),
+        ("--ic nowhere.npz", "--ic: cannot read nowhere.npz"),
+        ("--ic README.md", "--ic: cannot read"),
+        ("--windows 0", "--windows"),
+        ("--resume", "--resume"),
+    ],
+)
+def test_bad_input(line, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        exp_ns_torus.main([*line.split(), "--preset", "smoke", "--out", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and message in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_bad_initial_files(tmp_path, capsys):
+    for arrays, message in [({"z": np.ones((80, 80))}, "has no array w"), ({"w": np.ones((80, 70))}, "square grid"),
+                            ({"w": np.ones((2 * M, 2 * M))}, "more than 64"),
+                            ({"w": np.full((80, 80), np.nan)}, "finite")]:  # fmt: skip
+        np.savez(tmp_path / "bad.npz", **arrays)
+        with pytest.raises(SystemExit):
+            exp_ns_torus.main(["--ic", str(tmp_path / "bad.npz"), "--preset", "smoke", "--out", str(tmp_path / "o")])
+        assert message in capsys.readouterr().err and not (tmp_path / "o").exists()
+
+
+def test_paper_preset_is_the_table(tmp_path):
+    args = exp_ns_torus.parse_args("", exp_ns_torus.PRESETS, ["--preset", "paper"], exp_ns_torus.flags)
+    want = dict(steps=100_000, batch=4096, windows=5, arch="modified", layers=4, width=256, lr=1e-3, warmup=0, decay=0.9,
+                decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False)  # fmt: skip
+    assert {k: getattr(args, k) for k in want} == want
+    assert exp_ns_torus.GAMMA["gauss"] == math.sqrt(1.5) and exp_ns_torus.CHUNKS == 32
