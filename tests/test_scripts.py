@@ -19,14 +19,21 @@ from conftest import ROOT
 import common
 import exp_allen_cahn
 import exp_function_fit
+import exp_ldc
 import exp_spectral_bias
 
-SCRIPTS = {"function_fit": exp_function_fit, "spectral_bias": exp_spectral_bias, "allen_cahn": exp_allen_cahn}
+SCRIPTS = {
+    "function_fit": exp_function_fit,
+    "spectral_bias": exp_spectral_bias,
+    "allen_cahn": exp_allen_cahn,
+    "ldc": exp_ldc,
+}
 KINDS = ["baseline", "sfli-gauss", "sfli-tanh", "sfli-cos", "sfli-hat"]
 CONFIGS = {
     "function_fit": KINDS,
     "spectral_bias": KINDS,
     "allen_cahn": ["baseline", "sfli-gauss", "at", "at-sfli-gauss"],
+    "ldc": ["re100-baseline", "re100-sfli-gauss"],
 }
 SHARED = [
     "--sfli",
@@ -73,10 +80,9 @@ def test_all_from_another_folder(experiment, tmp_path):
     assert [re.fullmatch(pattern, line).group(1) for line in results] == CONFIGS[experiment]
     for config in CONFIGS[experiment]:
         folder = tmp_path / "runs" / experiment / config
-        files = ["checkpoint.pt", "config.json", "fig_ac.png", "history.csv", "result.json"]
-        assert sorted(p.name for p in folder.iterdir()) == [
-            name for name in files if name != "fig_ac.png" or experiment == "allen_cahn"
-        ]
+        files = ["checkpoint.pt", "config.json", "history.csv", "result.json"]
+        own = {"allen_cahn": ["fig_ac.png"], "ldc": ["fig_ldc.png"]}.get(experiment, [])
+        assert sorted(p.name for p in folder.iterdir()) == sorted(files + own)
         result = json.loads((folder / "result.json").read_text())
         assert {
             "experiment",
@@ -428,7 +434,8 @@ def test_importing_has_no_side_effects(tmp_path):
     code = (
         "import sys, torch; settings = lambda: (torch.get_default_dtype(), torch.get_num_threads()); "
         "before, loaded = settings(), set(sys.modules); "
-        "import common, exp_allen_cahn, exp_function_fit, exp_spectral_bias; "
+        "import common, exp_allen_cahn, exp_function_fit, exp_high_dim, exp_ldc, exp_ns_torus; "
+        "import exp_parabolic, exp_spectral_bias; "
         "assert before == settings(); new = {name.split('.')[0] for name in set(sys.modules) - loaded}; "
         "assert not {'matplotlib', 'tqdm', 'scipy', 'pytorch_optimizer', 'triton'} & new, new"
     )
