@@ -18,10 +18,13 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 from pathlib import Path
 
@@ -995,7 +998,8 @@ def jacobian_by_func(residuals, net, batch, scale, J):
 
 def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay_every=1000, optimizer="adam",
           damping=1e-3, momentum=0.0, weights=None, weighting="fixed", causal=None, pseudo_time=False, constants=None,
-          evaluate=None, seeds=None, compile=False, folder=None, config=None, resume=False):
+          evaluate=None, seeds=None, compile=False, folder=None, config=None, resume=False, save_seconds=None,
+          save_steps=None, stop=None):
     """Train one network, or several at once (one per seed), and return the history: a list of rows.
 
     sample(generator) -> batch, a dict of tensors [B, ...], drawn anew every step.
@@ -1014,8 +1018,10 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     evaluate(net) -> {name: number}, joins the history about 100 times a run.
     Several nets train as one: parameters are stacked, the residuals vmapped, the losses summed; each
         keeps its own draws and its own weights. The nets given hold the trained parameters at the end.
-    folder: history.csv and checkpoint.pt go there; resume continues from that checkpoint, bit for bit on
-        a CPU, and refuses one whose `config` differs."""
+    folder: history.csv and checkpoint.pt go there, the latter every save_seconds (120) and every save_steps steps;
+        the one before is kept. resume continues from that checkpoint, bit for bit on a CPU, and refuses one whose
+        `config` differs.
+    stop() -> bool is asked after every step; if true, the checkpoint is written and Stopped raised."""
     nets = list(nets) if isinstance(nets, (list, tuple)) else [nets]
     seeds = list(range(len(nets))) if seeds is None else list(seeds)
     device = next(nets[0].parameters()).device
@@ -1078,6 +1084,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     step, seconds, history, sums, count = 0, 0.0, [], {}, 0
     w, lam = None, {}  # {name: [S]}, once the names are known
     path = None if folder is None else Path(folder) / "checkpoint.pt"
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
     if resume:
         state = load_checkpoint(path, config)
         with torch.no_grad():
@@ -1142,6 +1150,12 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
             sums, count = {}, 0
             if folder is not None:
                 write_rows(Path(folder) / "history.csv", history)
+            for i, last in enumerate(history[-len(nets) :]):
+                best = min(row["loss"] for row in history[i :: len(nets)])
+                if last["loss"] > DIVERGED * best:
+                    term = max((k for k in last if k.startswith("loss_")), key=last.get)[5:]
+                    raise FloatingPointError(f"the loss has diverged: {last['loss']:.1e} at step {step}, most of it "
+                                             f"{term}, after {best:.1e}; try a smaller --lr or a smaller --gamma")
             looking = seconds + time.perf_counter() - start - now
             if bar:
                 shown = ("loss", "rel_l2", "eps_rank", "damping", "eta")
@@ -1168,18 +1182,23 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                 if minutes > 1:
                     print(f"{1e3 * usual:.3g} ms per step, {steps - step} steps to go: about "
                           + (f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"), flush=True)
-        if path is not None and (time.perf_counter() - saved > CHECKPOINT_SECONDS or step > steps):
+        stopping = stop is not None and stop() and step <= steps
+        due = time.perf_counter() - saved > (CHECKPOINT_SECONDS if save_seconds is None else save_seconds)
+        if path is not None and (due or stopping or step > steps or save_steps and step % save_steps == 0):
             save_checkpoint(path, {
                 "config": config, "step": step, "seconds": seconds + time.perf_counter() - start, "history": history,
                 "params": values, "optimizer": opt.state_dict(), "generators": [g.get_state() for g in generators],
                 "weights": w, "lam": lam, "sums": sums, "count": count})
             saved = time.perf_counter()
+        if stopping:
+            raise Stopped(f"stopped after step {step - 1} of {steps}")
     if bar:
         bar.close()
     return history
 
 
-CHECKPOINT_SECONDS = 60.0
+CHECKPOINT_SECONDS = 120.0
+DIVERGED = 1e6  # a loss so many times its best has diverged
 WHOLE_STEP = 50_000  # below so many parameters torch.compile takes the whole step, above the repeated block
 
 
@@ -1287,24 +1306,47 @@ def progress(steps, start):
             return tqdm(total=steps, initial=min(start, steps), dynamic_ncols=True, unit="step")
 
 
+class Stopped(Exception):
+    """Training was asked to stop and has written its checkpoint."""
+
+
+def previous(path):
+    return path.with_name(f"{path.stem}_previous{path.suffix}")
+
+
 def save_checkpoint(path, state):
+    """Write the checkpoint; the one before stays as checkpoint_previous.pt."""
     buffer = io.BytesIO()  # so that a full disk is an OSError
     torch.save(state, buffer)
-    atomically(path, lambda tmp: tmp.write_bytes(buffer.getvalue()))
+
+    def write(tmp):
+        tmp.write_bytes(buffer.getvalue())
+        if path.exists():
+            os.replace(path, previous(path))
+
+    atomically(path, write)
 
 
 def load_checkpoint(path, config):
-    if path is None or not path.exists():
+    """The state in `path`, or where that cannot be read in the one before."""
+    if path is None or not (path.exists() or previous(path).exists()):
         raise ValueError(f"--resume: there is no checkpoint {path}; run without --resume first")
-    try:
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        found = state["config"]
-    except Exception as e:
-        raise ValueError(f"--resume: {path} cannot be read ({type(e).__name__}); run without --resume") from None
+    errors = []
+    for file in (path, previous(path)):
+        try:
+            state = torch.load(file, weights_only=True, map_location="cpu")
+            found = state["config"]
+            break
+        except Exception as e:
+            errors.append(f"{file} cannot be read ({type(e).__name__})")
+    else:
+        raise ValueError(f"--resume: {errors[0]}; run without --resume")
     if found != config:
         differs = [k for k in {**(found or {}), **(config or {})} if (found or {}).get(k) != (config or {}).get(k)]
-        raise ValueError(f"--resume: {path} is of another configuration ({', '.join(differs)} differ); "
+        raise ValueError(f"--resume: {file} is of another configuration ({', '.join(differs)} differ); "
                          "use the same flags, or another --out")
+    if errors:
+        print(f"{errors[0]}; continuing from {file.name}", flush=True)
     return state
 
 
@@ -1341,16 +1383,59 @@ def fail(message, status=2):
 
 
 @contextlib.contextmanager
-def reported(folder):
-    """What a run into `folder` may end with, in one line: bad input, a full disk (status 2), divergence (status 1)."""
+def reported(folder, plot=True):
+    """What a run into `folder` may end with, in one line: bad input, a full disk (status 2), divergence (status 1), and
+    Ctrl-C or SIGTERM (130, 143) after the step under way. Yields stop() for train(). Refuses a folder in use; after
+    a divergence draws the history up to there."""
+    signals, old = [], {}
+
+    def note(number, frame):
+        signals.append(number)
+        signal.signal(number, old[number])  # a second one is not waited for
+
+    if threading.current_thread() is threading.main_thread():
+        old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        with locked(folder):
+            yield lambda: bool(signals)
     except ValueError as e:
         fail(e)
     except OSError as e:
         fail(f"--out: cannot write to {folder} ({e.strerror}); choose another folder or make room")
     except FloatingPointError as e:
+        if plot:
+            plot_history(folder)
         fail(f"{Path(folder).name}: {e}", status=1)
+    except Stopped as e:
+        again = sys.argv if "--resume" in sys.argv else [*sys.argv, "--resume"]
+        fail(f"{Path(folder).name}: {e}; continue with: python {shlex.join(again)}", status=128 + signals[0])
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def locked(folder):
+    """Hold `folder`, which need not exist yet, against other runs; the system lets go when the process ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    new = [p for p in (Path(folder), *Path(folder).parents) if not p.exists()]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out: another run is writing to {folder}; wait for it, or use another --out") from None
+        yield
+    finally:
+        os.close(handle)
+        with contextlib.suppress(OSError):
+            for p in new:
+                p.rmdir()  # if nothing was written
 
 
 def positive(kind):
@@ -1414,6 +1499,8 @@ def parse_args(description, presets, argv=None, extra=None):
          help="torch.compile; auto: from 2000 steps on, on a CPU where a C++ compiler and Python.h are found")
     flag("--out", default="runs", help="results go to OUT/experiment/config/ (default runs)")
     flag("--resume", action="store_true", help="continue from the checkpoints in OUT")
+    flag("--save-seconds", type=positive(float), help="a checkpoint every so many seconds (default 120)")
+    flag("--save-steps", type=positive(int), help="and every so many steps (default: by time alone)")
     flag("--no-plot", action="store_true", help="no figures")
     if extra:
         extra(cli)
@@ -1487,9 +1574,9 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
     seeds = list(range(args.seed, args.seed + args.seeds))
     settings = {"experiment": experiment, "config": config, "seeds": seeds, "gamma": gamma}
     skip = ("out", "resume", "no_plot", "all", "sfli", "argv",  # and what chooses among configurations
-            "dims", "C_grid", "search_steps", "search_seeds")
+            "dims", "C_grid", "search_steps", "search_seeds", "save_seconds", "save_steps")
     settings |= {k: v for k, v in vars(args).items() if k not in skip and k not in settings}
-    resume = args.resume and (folder / "checkpoint.pt").exists()
+    resume = args.resume and has_checkpoint(folder)
     ng = {k: getattr(args, k) for k in ("damping", "momentum")} if args.optimizer == "ng" else {}
 
     def measured(net):
@@ -1498,7 +1585,7 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
         return (evaluate(net) | {"eps_rank": ranks[-1]} | {f"eps_rank_{k}": r for k, r in enumerate(ranks, 1)}
                 | {f"eps_rank_{name}": r for name, r in zip(net.sfli_layers, encoders)})
 
-    with reported(folder):
+    with reported(folder, not args.no_plot) as stop:
         nets = []
         for seed in seeds:
             torch.manual_seed(seed)
@@ -1510,11 +1597,12 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
         if not resume:
             folder.mkdir(parents=True, exist_ok=True)
             atomically(folder / "config.json", lambda tmp: tmp.write_text(json.dumps(settings, indent=1)))
-            for old in ("checkpoint.pt", "result.json", "history.csv"):
+            for old in ("checkpoint.pt", "checkpoint_previous.pt", "result.json", "history.csv"):
                 (folder / old).unlink(missing_ok=True)
         history = train(nets, sample, residuals, args.steps, lr=args.lr, warmup=args.warmup, decay=args.decay,
                         decay_every=args.decay_every, optimizer=args.optimizer, **ng, evaluate=measured, seeds=seeds,
-                        compile=args.compile == "on", folder=folder, config=settings, resume=resume, **options)
+                        compile=args.compile == "on", folder=folder, config=settings, resume=resume,
+                        save_seconds=args.save_seconds, save_steps=args.save_steps, stop=stop, **options)
     first, last = history[: len(nets)], history[-len(nets) :]
     seconds = last[0]["seconds"]
     result = {
@@ -1559,9 +1647,13 @@ def sfli_generator(seed):
 
 def check_resume(args, experiment, configs):
     """--resume needs something to resume; with --all the configurations that have not begun start anew."""
-    paths = [Path(args.out) / experiment / config / "checkpoint.pt" for config in configs]
-    if args.resume and not any(path.exists() for path in paths):
-        fail(f"--resume: there is no checkpoint {paths[0]}; run without --resume first")
+    folders = [Path(args.out) / experiment / config for config in configs]
+    if args.resume and not any(map(has_checkpoint, folders)):
+        fail(f"--resume: there is no checkpoint {folders[0] / 'checkpoint.pt'}; run without --resume first")
+
+
+def has_checkpoint(folder):
+    return any((Path(folder) / name).exists() for name in ("checkpoint.pt", "checkpoint_previous.pt"))
 
 
 def cached(folder, name, compute):
@@ -1638,6 +1730,20 @@ def curve(ax, history, key, label=None, log=True, **style):
     ax.locator_params(axis="x", nbins=5)
     if log:
         ax.set_yscale("log")
+
+
+def plot_history(folder):
+    """history.csv of a run that ended early: loss, error and eps-rank against the step."""
+    with contextlib.suppress(OSError, ImportError):
+        with open(Path(folder) / "history.csv", newline="") as f:
+            history = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(f)]
+        keys = [k for k in ("loss", "rel_l2", "eps_rank") if history and k in history[0]]
+        if keys:
+            fig, axes = figure(1, len(keys))
+            for ax, key in zip(axes[0], keys):
+                curve(ax, history, key, log=key != "eps_rank")
+                ax.set_ylabel(key)
+            save_figure(fig, Path(folder) / "fig_history.png")
 
 
 def plot_dimensions(rows, path):

@@ -2,7 +2,7 @@
 
     python tests/bench_step.py                                      the table of the README
     python tests/bench_step.py ac --peer "python peer_jax.py"       and a peer printing min=...ms, before and after
-    python tests/bench_step.py seeds                                five stacked seeds against five runs, Table 1, d = 10
+    python tests/bench_step.py seeds                                five stacked seeds against five runs
 
 Run on an idle machine; only the ratios mean anything. Both sides train the same network on the same problem; ours is
 train() with everything it does, compiled; plain is the loop one writes by hand: torch.autograd.grad with

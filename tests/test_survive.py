@@ -1,0 +1,228 @@
+"""Runs that are killed, interrupted, starved of disk, broken into or diverging."""
+
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import common
+from common import MLP, train, uniform
+
+ROOT = Path(__file__).resolve().parent.parent
+DRIVER = """
+import sys, time, torch
+sys.path.insert(0, {root!r})
+from common import MLP, reported, train, uniform
+torch.set_num_threads(1)
+torch.manual_seed(0)
+net, folder = MLP(1, 8, 2), sys.argv[1]
+def sample(g):
+    time.sleep(0.004)
+    return {{"x": uniform([(-1, 1)], 16, g)}}
+with reported(folder) as stop:
+    print("go", flush=True)
+    residuals = lambda net, b: {{"fit": net(b["x"])[:, 0] - b["x"][:, 0] ** 2}}
+    train(net, sample, residuals, 500, folder=folder, config={{"a": 1}}, resume="--resume" in sys.argv, save_steps=5,
+          stop=stop, decay=0.5, evaluate=lambda net: {{"e": 0.0}})
+print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def driver(tmp_path):
+    path = tmp_path / "driver.py"
+    path.write_text(DRIVER.format(root=str(ROOT)))
+    return path
+
+
+def start(driver, *argv):
+    process = subprocess.Popen(
+        [sys.executable, str(driver), *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "go\n", process.communicate()[1]
+    return process
+
+
+def state(folder):
+    """Parameters and history without its clock, as the checkpoint holds them."""
+    s = torch.load(folder / "checkpoint.pt", weights_only=True)
+    return s["params"], [{k: v for k, v in row.items() if k != "seconds"} for row in s["history"]], s["step"]
+
+
+def same(a, b):
+    return a[1:] == b[1:] and all(torch.equal(a[0][k], b[0][k]) for k in a[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_stopped_at_random_moments(number, driver, tmp_path):
+    """Ten times by SIGKILL, three times by SIGTERM or SIGINT: in the end the parameters and the history of the
+    undisturbed run. The polite signals finish the step, save, and print the command that continues."""
+    rng = random.Random(number)
+    whole = start(driver, str(tmp_path / "whole"))
+    assert whole.communicate(timeout=120)[0] == "done\n"
+    times, argv = 10 if number == signal.SIGKILL else 3, [str(tmp_path / "cut")]
+    for k in range(times):
+        process = start(driver, *argv)
+        if not k:
+            while not common.has_checkpoint(tmp_path / "cut"):
+                time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.2))
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        if number == signal.SIGKILL:
+            assert process.returncode == -number
+        else:
+            assert process.returncode == 128 + number and "Traceback" not in err and err.count("\n") == 1
+            match = re.fullmatch(r"driver.py: cut: stopped after step (\d+) of 500; continue with: python (.*)\n", err)
+            assert state(tmp_path / "cut")[2] == int(match.group(1)) + 1  # nothing lost
+            assert shlex.split(match.group(2)) == [str(driver), str(tmp_path / "cut"), "--resume"]
+        argv = [str(tmp_path / "cut"), "--resume"]
+    process = start(driver, *argv)
+    assert process.communicate(timeout=120)[0] == "done\n"
+    assert same(state(tmp_path / "cut"), state(tmp_path / "whole"))
+    left = {"checkpoint.pt", "checkpoint_previous.pt", "history.csv"}
+    names = {p.name for p in (tmp_path / "cut").iterdir()}
+    assert left <= names and all(n.startswith(".") for n in names - left)  # a temporary file of a killed write
+
+
+def test_script_prints_the_command_that_continues(tmp_path):
+    """SIGTERM to a real script; the printed command, run as printed, finishes the run."""
+    argv = ["exp_function_fit.py", "--sfli", "--preset", "smoke", "--steps", "1500", "--compile", "off", "--out",
+            str(tmp_path / "a b"), "--no-plot"]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    folder = tmp_path / "a b/function_fit/sfli-gauss"
+    while not (folder / "history.csv").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and err.count("\n") == 1
+    again = shlex.split(err.split("continue with: ")[1])
+    assert again == ["python", *argv, "--resume"]
+    done = subprocess.run([sys.executable, *again[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "RESULT function_fit sfli-gauss" in done.stdout
+
+
+def small(folder, **options):
+    torch.manual_seed(0)
+    net = MLP(1, 4, 2)
+    options = dict(config={"a": 1}, save_steps=2) | options
+    history = train(net, lambda g: {"x": uniform([(-1, 1)], 8, g)},
+                    lambda net, b: {"fit": net(b["x"])[:, 0] - b["x"][:, 0]}, options.pop("steps", 10), folder=folder,
+                    **options)  # fmt: skip
+    return net, history
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch " + shlex.quote(self.path),)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "garbage", "hostile", "missing", "foreign"])
+def test_damaged_checkpoints(damage, tmp_path, capsys):
+    """The previous checkpoint takes over and gives the same end; with both damaged the message names the first; code
+    in a checkpoint is never run."""
+    whole, _ = small(tmp_path / "whole")
+    folder = tmp_path / "run"
+    small(folder)
+    path, before = folder / "checkpoint.pt", folder / "checkpoint_previous.pt"
+
+    def harm(path):
+        if damage == "truncated":
+            path.write_bytes(path.read_bytes()[:-200])
+        elif damage == "missing":
+            path.unlink()
+        elif damage == "hostile":
+            code = Hostile()
+            code.path = str(tmp_path / "harmed")
+            torch.save({"config": {"a": 1}, "step": code}, path)
+        elif damage == "foreign":
+            torch.save({"model": torch.ones(3)}, path)
+        else:
+            path.write_bytes(b"" if damage == "empty" else os.urandom(500))
+
+    harm(path)
+    capsys.readouterr()
+    net, _ = small(folder, resume=True)
+    assert "checkpoint.pt cannot be read" in capsys.readouterr().out
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), whole.parameters()))
+    harm(path), harm(before)
+    with pytest.raises(ValueError, match="--resume: .*checkpoint.pt"):
+        small(folder, resume=True)
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_a_full_disk(driver, tmp_path):
+    """A limit on the size of files, met by the checkpoint after the disk was fine before: one line, status 2, and the
+    last checkpoint still loads."""
+    process = start(driver, str(tmp_path / "run"))
+    while not common.has_checkpoint(tmp_path / "run"):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    code = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)); "
+        f"sys.argv = [{str(driver)!r}, {str(tmp_path / 'run')!r}, '--resume']; runpy.run_path({str(driver)!r})"
+    )
+    before = state(tmp_path / "run")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--out: cannot write to" in done.stderr, (
+        done.stderr
+    )
+    assert same(state(tmp_path / "run"), before) or (tmp_path / "run/checkpoint_previous.pt").exists()
+    resumed = start(driver, str(tmp_path / "run"), "--resume")
+    assert resumed.communicate(timeout=120)[0] == "done\n"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as e, common.reported(tmp_path / "file" / "run"):
+        pass
+    assert e.value.code == 2 and "--out: cannot write to" in capsys.readouterr().err
+
+
+def test_two_runs_in_one_folder(driver, tmp_path, capsys):
+    """The second is refused and leaves the first alone; when the first is gone the folder is free."""
+    first = start(driver, str(tmp_path / "run"))
+    with pytest.raises(SystemExit) as e, common.reported(tmp_path / "run"):
+        raise AssertionError("not reached")
+    assert e.value.code == 2 and "another run is writing" in capsys.readouterr().err
+    first.kill()
+    first.communicate()
+    with common.reported(tmp_path / "run"):
+        pass
+
+
+def test_a_folder_is_not_left_behind(tmp_path):
+    with pytest.raises(SystemExit), common.reported(tmp_path / "a" / "b"):
+        raise ValueError("--x: refused")
+    assert not list(tmp_path.iterdir())
+
+
+def test_divergence(tmp_path, capsys):
+    """The loss jumps from 1e-2 to 1e12: step, term and advice, status 1; history and its figure up to there."""
+    calls = []
+
+    def sample(g):
+        calls.append(1)
+        return {"x": uniform([(-1, 1)], 8, g), "size": torch.full((8,), 1e6 if len(calls) > 60 else 0.1)}
+
+    folder = tmp_path / "run"
+    with pytest.raises(SystemExit) as e, common.reported(folder) as stop:
+        torch.manual_seed(0)
+        residuals = lambda net, b: {"fit": b["size"] * (net(b["x"])[:, 0] + 1), "other": b["x"][:, 0]}
+        train(MLP(1, 4, 2), sample, residuals, 100, folder=folder, stop=stop)
+    error = capsys.readouterr().err
+    assert e.value.code == 1 and re.search(r"run: the loss has diverged: .* at step 60, most of it fit", error)
+    assert "--lr" in error and error.count("\n") == 1
+    assert (folder / "fig_history.png").exists() and len((folder / "history.csv").read_text().splitlines()) == 62
