@@ -11,6 +11,7 @@ Copy this file into your own project; it needs torch and nothing else beside it:
 Sections: SFLI - Networks - Derivatives - eps-rank - Natural gradient - Training - Command line and output.
 """
 import argparse
+import atexit
 import contextlib
 import csv
 import io
@@ -999,7 +1000,7 @@ def jacobian_by_func(residuals, net, batch, scale, J):
 def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay_every=1000, optimizer="adam",
           damping=1e-3, momentum=0.0, weights=None, weighting="fixed", causal=None, pseudo_time=False, constants=None,
           evaluate=None, seeds=None, compile=False, folder=None, config=None, resume=False, save_seconds=None,
-          save_steps=None, stop=None):
+          save_steps=None, stop=None, together=True):
     """Train one network, or several at once (one per seed), and return the history: a list of rows.
 
     sample(generator) -> batch, a dict of tensors [B, ...], drawn anew every step.
@@ -1021,7 +1022,9 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     folder: history.csv and checkpoint.pt go there, the latter every save_seconds (120) and every save_steps steps;
         the one before is kept. resume continues from that checkpoint, bit for bit on a CPU, and refuses one whose
         `config` differs.
-    stop() -> bool is asked after every step; if true, the checkpoint is written and Stopped raised."""
+    stop() -> bool is asked after every step; if true, the checkpoint is written and Stopped raised.
+    together: under torchrun every process draws its own points, gradients and weights are averaged
+        (DistributedDataParallel), and the first process alone writes. False: this process trains by itself."""
     nets = list(nets) if isinstance(nets, (list, tuple)) else [nets]
     seeds = list(range(len(nets))) if seeds is None else list(seeds)
     device = next(nets[0].parameters()).device
@@ -1035,13 +1038,18 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
         raise ValueError("--optimizer ng trains one network, uncompiled; use --seeds 1 and --compile off")
     opt = (NaturalGradient(nets[0], residuals, lr, damping, momentum) if ng
            else make_optimizer(optimizer, list(params.values()), lr))
-    generators = [torch.Generator(device).manual_seed(1000003 * seed + 1) for seed in seeds]
+    rank, ranks = world() if together else (0, 1)
+    if ranks > 1 and (ng or len(nets) > 1):
+        raise ValueError("torchrun: several processes train one network by adam or soap; use --seeds 1 and another "
+                         "--optimizer, or one process")
+    average = averaged if ranks > 1 else lambda x: x
+    generators = [torch.Generator(device).manual_seed(1000003 * seed + 1 + 7919 * rank) for seed in seeds]
     every = max(1, steps // 100)
     rebalance = max(1, min(1000, steps // 20))
 
     def objective(p, batch, w):
         r = member_residuals(p, batch)  # {name: [S, B]}
-        c = causal_weights(r, **causal) if causal else {}
+        c = causal_weights(r, **causal, average=average) if causal else {}
         losses = {k: (c.get(k, 1) * r[k] ** 2).mean(1) for k in r}  # {name: [S]}
         return sum((w[k] * losses[k]).sum() for k in losses), losses
 
@@ -1054,11 +1062,16 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     # Small networks wait for Python: compile the whole step, gradient included. Large ones wait for memory: compile
     # the repeated parts, in half to a third of the time and with the same speed.
     eager = (lambda: torch.compiler.set_stance("force_eager")) if compile else contextlib.nullcontext
-    whole = compile and (len(nets) > 1 or sum(p.numel() for p in values.values()) < WHOLE_STEP)
+    whole = compile and ranks == 1 and (len(nets) > 1 or sum(p.numel() for p in values.values()) < WHOLE_STEP)
     if whole:
         compiled = torch.compile(torch.func.grad_and_value(objective, has_aux=True), dynamic=False)
     elif compile:
         nets[0].compile(dynamic=False)
+
+    loss = lambda batch, w: objective(params, batch, w)
+    if ranks > 1:
+        on = [device] if device.type == "cuda" else None
+        loss = nn.parallel.DistributedDataParallel(_Loss(nets[0], loss), on)
 
     def row_factors(r, w):
         """What makes |factor * r|^2 the loss: sqrt(weight * causal weight / count), {name: [B]}."""
@@ -1076,9 +1089,9 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                 p.grad = grads[name].contiguous()  # fused Adam walks through memory, whatever the strides
         else:
             opt.zero_grad()
-            total, losses = objective(params, batch, w)
+            total, losses = loss(batch, w)
             total.backward()
-            losses = {k: v.detach() for k, v in losses.items()}
+            losses = {k: average(v.detach()) for k, v in losses.items()}
         return losses
 
     step, seconds, history, sums, count = 0, 0.0, [], {}, 0
@@ -1092,7 +1105,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
             for name, p in params.items():
                 p.copy_(state["params"][name])
         opt.load_state_dict(state["optimizer"])
-        for g, s in zip(generators, state["generators"]):
+        for g, s in zip(generators, state["generators"][rank]):
             g.set_state(s.cpu())
         w, lam = ({k: v.to(device) for k, v in state[name].items()} for name in ("weights", "lam"))
         sums = {k: v.to(device) for k, v in state["sums"].items()}
@@ -1118,7 +1131,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                 continue  # draw again, with lam
         if weighting != "fixed" and step % rebalance == 0:
             with eager():
-                new = balanced(gradient_sizes(weighting, member_residuals(params, batch), params, causal, generators))
+                new = balanced(gradient_sizes(weighting, member_residuals(params, batch), params, causal, generators,
+                                              average, ranks))
             w = {k: 0.9 * w[k] + 0.1 * new[k] for k in w}
         for group in opt.param_groups:
             group["lr"] = learning_rate(step, lr, warmup, decay, decay_every)
@@ -1134,7 +1148,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
             now = seconds + time.perf_counter() - start
             if causal:
                 with torch.no_grad(), eager():
-                    c = causal_weights(member_residuals(params, batch), **causal)[causal["terms"][0]]  # [S, B]
+                    c = causal_weights(member_residuals(params, batch), **causal, average=average)
+                    c = c[causal["terms"][0]]  # [S, B]
             for s, net in enumerate(nets):
                 means = {k: v[s].item() / count for k, v in sums.items()}
                 row = {"step": step, "seed": seeds[s], "loss": sum(w[k][s].item() * m for k, m in means.items())}
@@ -1148,7 +1163,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                         row |= evaluate(net)
                 history.append(row)
             sums, count = {}, 0
-            if folder is not None:
+            if folder is not None and rank == 0:
                 write_rows(Path(folder) / "history.csv", history)
             for i, last in enumerate(history[-len(nets) :]):
                 best = min(row["loss"] for row in history[i :: len(nets)])
@@ -1169,7 +1184,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                 after = member_pairs(params, batch) if look else {}
             for k in after:
                 r, q = (new - old for new, old in zip(after[k], before[k]))  # [S, B]
-                ratio = r.norm(dim=1) / q.norm(dim=1).clamp(min=1e-30)
+                ratio = (average(r.square().mean(1)) / average(q.square().mean(1)).clamp(min=1e-30)).sqrt()
                 lam[k] = 0.9 * lam[k] + 0.1 * ratio.clamp(0.01, 100.0)
             if bar:
                 bar.update()
@@ -1184,10 +1199,16 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                           + (f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"), flush=True)
         stopping = stop is not None and stop() and step <= steps
         due = time.perf_counter() - saved > (CHECKPOINT_SECONDS if save_seconds is None else save_seconds)
+        if ranks > 1:  # all of them must agree, and need not at every step
+            votes = torch.tensor([due, stopping], dtype=torch.float32, device=device)
+            due, stopping = (averaged(votes) > 0).tolist() if step % 10 == 0 else (False, False)
         if path is not None and (due or stopping or step > steps or save_steps and step % save_steps == 0):
-            save_checkpoint(path, {
+            states = [[g.get_state() for g in generators]] * ranks
+            if ranks > 1:
+                torch.distributed.all_gather_object(states, states[0])
+            save_checkpoint(path if rank == 0 else None, {
                 "config": config, "step": step, "seconds": seconds + time.perf_counter() - start, "history": history,
-                "params": values, "optimizer": opt.state_dict(), "generators": [g.get_state() for g in generators],
+                "params": values, "optimizer": opt.state_dict(), "generators": states,
                 "weights": w, "lam": lam, "sums": sums, "count": count})
             saved = time.perf_counter()
         if stopping:
@@ -1200,6 +1221,30 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
 CHECKPOINT_SECONDS = 120.0
 DIVERGED = 1e6  # a loss so many times its best has diverged
 WHOLE_STEP = 50_000  # below so many parameters torch.compile takes the whole step, above the repeated block
+
+
+def world():
+    """Rank of this process and the number of processes: (0, 1) but under torchrun."""
+    d = torch.distributed
+    return (d.get_rank(), d.get_world_size()) if d.is_available() and d.is_initialized() else (0, 1)
+
+
+def averaged(x):
+    """Mean of x over the processes."""
+    x = x.clone()
+    torch.distributed.all_reduce(x)
+    return x / torch.distributed.get_world_size()
+
+
+class _Loss(nn.Module):
+    """The objective as a module, for DistributedDataParallel."""
+
+    def __init__(self, net, loss):
+        super().__init__()
+        self.net, self.loss = net, loss
+
+    def forward(self, batch, w):
+        return self.loss(batch, w)
 
 
 def _members(nets):
@@ -1257,7 +1302,7 @@ def learning_rate(step, lr, warmup, decay, decay_every):
     return lr * decay ** ((step - warmup) / decay_every)
 
 
-def causal_weights(r, terms, tol=1.0, chunks=32):
+def causal_weights(r, terms, tol=1.0, chunks=32, average=lambda x: x):
     """w_i = exp(-tol sum_{j<i} L_j), L_j the mean square of time chunk j, the smallest over `terms`; constants
     for the gradient. {name: [S, B]}; rows sorted by time, B a multiple of chunks."""
     weight = None
@@ -1265,18 +1310,18 @@ def causal_weights(r, terms, tol=1.0, chunks=32):
         S, B = r[k].shape
         if B % chunks:
             raise ValueError(f"--batch: {B} points do not split into {chunks} causal chunks; use multiples of {chunks}")
-        L = r[k].detach().square().reshape(S, chunks, -1).mean(2)  # [S, chunks]
+        L = average(r[k].detach().square().reshape(S, chunks, -1).mean(2))  # [S, chunks]
         w_k = torch.exp(-tol * (L.cumsum(1) - L))
         weight = w_k if weight is None else torch.minimum(weight, w_k)
     return {k: weight.repeat_interleave(r[k].shape[1] // chunks, 1) for k in terms}
 
 
-def gradient_sizes(scheme, r, params, causal, generators):
+def gradient_sizes(scheme, r, params, causal, generators, average=lambda x: x, ranks=1):
     """{name: [S]}. "grad_norm": norm of the gradient of the term's loss (Wang, Teng, Perdikaris 2021). "ntk": mean over
     its points of |d r_i / d theta|^2 (Wang, Yu, Perdikaris 2022), estimated without bias and without per-point
     Jacobians by |grad sum_i v_i r_i|^2 / B with random signs v."""
-    c = causal_weights(r, **causal) if causal else {}
-    sizes = {}
+    c = causal_weights(r, **causal, average=average) if causal else {}
+    sizes, factor = {}, 1 if scheme == "grad_norm" else math.sqrt(ranks)  # signed sums add up over processes
     for k in r:
         scaled = r[k] * c[k].sqrt() if k in c else r[k]  # [S, B]
         if scheme == "grad_norm":
@@ -1286,7 +1331,8 @@ def gradient_sizes(scheme, r, params, causal, generators):
             v = torch.stack([torch.randint(0, 2, (B,), generator=g, device=g.device) for g in generators])
             target = ((2 * v - 1) * scaled).sum() / math.sqrt(B)
         grads = torch.autograd.grad(target, list(params.values()), retain_graph=True, allow_unused=True)
-        square = sum(d.square().reshape(len(scaled), -1).sum(1) for d in grads if d is not None)
+        square = sum((factor * average(d)).square().reshape(len(scaled), -1).sum(1)
+                     for d in grads if d is not None)
         sizes[k] = square.sqrt() if scheme == "grad_norm" else square
     return sizes
 
@@ -1316,6 +1362,8 @@ def previous(path):
 
 def save_checkpoint(path, state):
     """Write the checkpoint; the one before stays as checkpoint_previous.pt."""
+    if path is None:
+        return
     buffer = io.BytesIO()  # so that a full disk is an OSError
     torch.save(state, buffer)
 
@@ -1420,6 +1468,8 @@ def locked(folder):
     try:
         import fcntl
     except ImportError:  # Windows
+        fcntl = None
+    if fcntl is None or world()[0] > 0:
         yield
         return
     new = [p for p in (Path(folder), *Path(folder).parents) if not p.exists()]
@@ -1512,6 +1562,7 @@ def parse_args(description, presets, argv=None, extra=None):
         fail("--gamma and --C exclude each other; drop one")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    join_world(args)
     if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
         fail(f"--device: {args.device!r} is unknown; use auto, cpu, cuda or cuda:N")
     if args.device != "cpu" and int((args.device + ":0").split(":")[1]) >= torch.cuda.device_count():
@@ -1540,6 +1591,8 @@ def parse_args(description, presets, argv=None, extra=None):
         except ValueError as e:
             fail(e)
     if args.optimizer == "ng":
+        if world()[1] > 1:
+            fail("--optimizer ng runs in one process; start it without torchrun")
         if args.seeds > 1:
             fail("--optimizer ng trains one network at a time; use --seeds 1 and one --seed after the other")
         if args.dtype != "float64":
@@ -1556,6 +1609,22 @@ def parse_args(description, presets, argv=None, extra=None):
     return args
 
 
+def join_world(args):
+    """Under torchrun: join the other processes, each on its own GPU; all but the first are silent."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if ranks == 1 or not torch.distributed.is_available():
+        return
+    if args.device.startswith("cuda"):
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+        atexit.register(torch.distributed.destroy_process_group)
+    if 1 < (args.seeds or 1) < ranks:
+        fail(f"--seeds: {args.seeds} seeds do not occupy {ranks} processes; use at least {ranks}, or one")
+    if world()[0] > 0:
+        args.no_plot, sys.stdout = True, open(os.devnull, "w")
+
+
 def cpu_can_compile():
     """What torch.compile needs on a CPU: a C++ compiler and the Python headers that its kernels include."""
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
@@ -1570,13 +1639,15 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
     The network is drawn from torch's own generator, seeded with the seed; `generator` is for SFLI, so that with and
     without SFLI all later layers are the same. evaluate(net) gives rel_l2 at least; the eps-rank at `points` of every
     hidden layer is added to it. `options` go to train()."""
-    folder = Path(args.out) / experiment / config
+    folder, (rank, ranks) = Path(args.out) / experiment / config, world()
     seeds = list(range(args.seed, args.seed + args.seeds))
-    settings = {"experiment": experiment, "config": config, "seeds": seeds, "gamma": gamma}
+    settings = {"experiment": experiment, "config": config, "seeds": seeds, "gamma": gamma, "processes": ranks}
+    split = ranks > 1 and args.seeds > 1  # under torchrun: each process its own seeds, in a folder of its own
+    mine, place = (seeds[rank::ranks], folder / f"process{rank}") if split else (seeds, folder)
     skip = ("out", "resume", "no_plot", "all", "sfli", "argv",  # and what chooses among configurations
             "dims", "C_grid", "search_steps", "search_seeds", "save_seconds", "save_steps")
     settings |= {k: v for k, v in vars(args).items() if k not in skip and k not in settings}
-    resume = args.resume and has_checkpoint(folder)
+    resume = args.resume and has_checkpoint(place)
     ng = {k: getattr(args, k) for k in ("damping", "momentum")} if args.optimizer == "ng" else {}
 
     def measured(net):
@@ -1587,35 +1658,44 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
 
     with reported(folder, not args.no_plot) as stop:
         nets = []
-        for seed in seeds:
+        for seed in mine:
             torch.manual_seed(seed)
             nets.append(build(sfli_generator(seed)).to(args.device))
         if ng:  # refuse before anything is written
             constants = options.get("constants", lambda step: {})(0)
             NaturalGradient(nets[0], _stepped(residuals), **ng).size(
                 sample(torch.Generator(args.device)) | {k: torch.tensor(v) for k, v in constants.items()})
-        if not resume:
-            folder.mkdir(parents=True, exist_ok=True)
-            atomically(folder / "config.json", lambda tmp: tmp.write_text(json.dumps(settings, indent=1)))
+        if not resume and (rank == 0 or split):
+            place.mkdir(parents=True, exist_ok=True)
+            atomically(place / "config.json", lambda tmp: tmp.write_text(json.dumps(settings, indent=1)))
             for old in ("checkpoint.pt", "checkpoint_previous.pt", "result.json", "history.csv"):
-                (folder / old).unlink(missing_ok=True)
+                (place / old).unlink(missing_ok=True)
         history = train(nets, sample, residuals, args.steps, lr=args.lr, warmup=args.warmup, decay=args.decay,
-                        decay_every=args.decay_every, optimizer=args.optimizer, **ng, evaluate=measured, seeds=seeds,
-                        compile=args.compile == "on", folder=folder, config=settings, resume=resume,
-                        save_seconds=args.save_seconds, save_steps=args.save_steps, stop=stop, **options)
-    first, last = history[: len(nets)], history[-len(nets) :]
+                        decay_every=args.decay_every, optimizer=args.optimizer, **ng, evaluate=measured, seeds=mine,
+                        compile=args.compile == "on", folder=place, config=settings, resume=resume,
+                        save_seconds=args.save_seconds, save_steps=args.save_steps, stop=stop, together=not split,
+                        **options)
+        if split:
+            parts = [None] * ranks
+            torch.distributed.all_gather_object(parts, history)
+            history = sorted(sum(parts, []), key=lambda row: (row["step"], row["seed"]))
+            if rank == 0:
+                write_rows(folder / "history.csv", history)
+    first, last = history[: len(seeds)], history[-len(seeds) :]
     seconds = last[0]["seconds"]
     result = {
         "experiment": experiment, "config": config, "preset": args.preset, "seeds": seeds, "steps": args.steps,
-        "rel_l2": [row["rel_l2"] for row in last], "rel_l2_mean": sum(row["rel_l2"] for row in last) / len(nets),
+        "rel_l2": [row["rel_l2"] for row in last], "rel_l2_mean": sum(row["rel_l2"] for row in last) / len(seeds),
         "eps": args.eps, "eps_rank_initial": [row["eps_rank"] for row in first],
         "eps_rank_final": [row["eps_rank"] for row in last], "width": args.width, "seconds": seconds,
         "steps_per_second": args.steps / seconds, "device": args.device, "dtype": args.dtype,
         "torch": torch.__version__, "commit": commit(), "argv": args.argv, "gamma": gamma, "paper": paper,
+        "processes": ranks,
     }
-    atomically(folder / "result.json", lambda tmp: tmp.write_text(json.dumps(result, indent=1)))
+    if rank == 0:
+        atomically(folder / "result.json", lambda tmp: tmp.write_text(json.dumps(result, indent=1)))
     print(f"eps-rank: last hidden layer, eps = {args.eps:g}, M = {measure:g} x mean over {len(points)} points")
-    low, high = (sum(result[k]) / len(nets) for k in ("eps_rank_initial", "eps_rank_final"))
+    low, high = (sum(result[k]) / len(seeds) for k in ("eps_rank_initial", "eps_rank_final"))
     print(f"RESULT {experiment} {config} rel_l2={result['rel_l2_mean']:.3e} "
           f"eps_rank={low:.4g}→{high:.4g}/{args.width} seconds={seconds:.1f}", flush=True)
     return nets, history
@@ -1653,14 +1733,24 @@ def check_resume(args, experiment, configs):
 
 
 def has_checkpoint(folder):
-    return any((Path(folder) / name).exists() for name in ("checkpoint.pt", "checkpoint_previous.pt"))
+    return any(Path(folder).glob("checkpoint*.pt")) or any(Path(folder).glob("process*/checkpoint*.pt"))
 
 
 def cached(folder, name, compute):
-    """The arrays {name: array} that compute() returns, kept as folder/name.npz."""
+    """The arrays {name: array} that compute() returns, kept as folder/name.npz. Under torchrun the first process goes
+    first."""
+    rank, ranks = world()
+    if rank > 0:
+        torch.distributed.barrier()
+    data = _cached(None if folder is None else Path(folder) / f"{name}.npz", compute)
+    if rank == 0 and ranks > 1:
+        torch.distributed.barrier()
+    return data
+
+
+def _cached(path, compute):
     import numpy as np
 
-    path = None if folder is None else Path(folder) / f"{name}.npz"
     if path is not None and path.exists():
         with contextlib.suppress(Exception), np.load(path) as data:  # what cannot be read is computed anew
             return dict(data)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from common import (MLP, check_resume, fail, has_checkpoint, parse_args, plot_dimensions, positive, relative_l2,
-                    reported, run, sfli, sfli_generator, table, train, uniform)
+                    reported, run, sfli, sfli_generator, table, train, uniform, world)
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -131,6 +131,8 @@ def main(argv=None):
         fail("--all has C = 1 and the best C of the grid; drop --gamma and --C, or use --C-grid")
     if args.optimizer != "adam" and (args.all or args.C_grid):
         fail("--C-grid and --all train many networks at once; use --optimizer adam")
+    if world()[1] > 1 and (args.all or args.C_grid):
+        fail("torchrun: the search for C runs in one process; drop --all and --C-grid")
     if args.constant:
         args.decay = 1.0
     columns = [None, 1.0] if args.all else [args.C or 1.0] if args.sfli else [None]  # C, None for the baseline

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from common import (MLP, ModifiedMLP, Periodic, PirateNet, atomically, cached, check_resume, fail, figure, jet,
-                    parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform, volume, write_rows)
+                    parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform, volume, world,
+                    write_rows)
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -285,7 +286,8 @@ def fit(args, w0):
         seconds += history[-1]["seconds"]
         ranks.append((history[0]["eps_rank"], history[-1]["eps_rank"]))
         rows += [{"t": t, "rel_l2": e} for t, e in zip(times[k * TIMES :], errors(nets[0]))]
-        write_rows(folder / name(args) / "errors.csv", rows)
+        if world()[0] == 0:
+            write_rows(folder / name(args) / "errors.csv", rows)
         last, end = (predict(nets[0], args, C, scale, length, n).double().cpu().numpy() for n in (64, 96))
         # the next initial values: with w of its own the velocities follow from it, free of divergence
         C = velocity(modes(end[2])) if args.formulation == "uvw" else np.stack([modes(f) for f in end])
@@ -293,7 +295,8 @@ def fit(args, w0):
     result = {"experiment": "ns_torus", "config": name(args), "preset": args.preset, "seed": args.seed,
               "rel_l2": rows[-1]["rel_l2"], "windows": args.windows, "steps": args.steps, "seconds": seconds,
               "eps_rank": ranks, "width": args.width, "argv": args.argv, "paper": paper}
-    atomically(folder / name(args) / "result.json", lambda tmp: tmp.write_text(json.dumps(result, indent=1)))
+    if world()[0] == 0:
+        atomically(folder / name(args) / "result.json", lambda tmp: tmp.write_text(json.dumps(result, indent=1)))
     print(f"RESULT ns_torus {name(args)} rel_l2={rows[-1]['rel_l2']:.3e} eps_rank={ranks[0][0]}→{ranks[-1][1]}/"
           f"{args.width} seconds={seconds:.1f}", flush=True)
     return rows, (x, w[-1].cpu().numpy(), last[2])

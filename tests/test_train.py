@@ -140,7 +140,8 @@ def test_resume_bit_for_bit(seeds, options, dtype, tmp_path, monkeypatch):
         assert drop(got) == drop(want)
         with open(folder / "history.csv") as f:
             assert len(list(csv.DictReader(f))) == len(want)
-        assert sorted(p.name for p in folder.iterdir()) == ["checkpoint.pt", "history.csv"]
+        left = ["checkpoint.pt", "checkpoint_previous.pt", "history.csv"]
+        assert sorted(p.name for p in folder.iterdir()) == left
 
 
 def test_foreign_broken_and_hostile_checkpoints(tmp_path):

@@ -1,0 +1,109 @@
+"""torchrun on the CPU (gloo): two processes against one, real scripts, resume."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DRIVER = """
+import sys, torch
+sys.path.insert(0, {root!r})
+import common
+from common import MLP, jet, train, uniform, world
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+if len(sys.argv) > 2:
+    torch.distributed.init_process_group("gloo")
+rank, ranks = world()
+if {weighting!r} == "ntk":  # the random signs, the same for one and for two
+    torch.randint = lambda low, high, size, **k: torch.arange(rank, ranks * size[0], ranks) % 3 % 2
+torch.manual_seed(0)
+net, calls = MLP(2, 8, 2), [0]
+def sample(generator):  # every second point of the batch of one process: the same chunks of time
+    calls[0] += 1
+    x = uniform([(0, 1), (-1, 1)], 32, torch.Generator().manual_seed(calls[0]))
+    return {{"x": x[x[:, 0].argsort()][rank::ranks]}}
+def residuals(net, b):
+    u, heat = jet(net, b["x"], "t x", "t-0.1*xx")
+    return {{"res": (heat[:, 0] + u[:, 0] ** 3, u[:, 0]), "fit": u[:, 0] - b["x"][:, 1]}}
+train(net, sample, residuals, 60, weighting={weighting!r}, causal=dict(terms=["res"], tol=1.0, chunks=4), lr=1e-2,
+      pseudo_time=True, folder=sys.argv[1],
+      evaluate=lambda net: {{"norm": sum(p.norm().item() for p in net.parameters())}})
+"""
+
+
+def torchrun(*argv, cwd=ROOT):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, argv)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def rows(folder):
+    with open(folder / "history.csv", newline="") as f:
+        return [{k: float(v) for k, v in row.items() if k != "seconds"} for row in csv.DictReader(f)]
+
+
+@pytest.mark.parametrize("weighting", ["grad_norm", "ntk"])
+def test_two_processes_are_one_with_their_joint_batch(weighting, tmp_path):
+    """Losses, weights, causal weights, lam and parameters of 60 steps in float64. Adam divides by the root of squared
+    gradients, which carries the rounding of the average of two halves; 1e-9 leaves two digits for 60 steps of it."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER.format(root=str(ROOT), weighting=weighting))
+    subprocess.run([sys.executable, driver, tmp_path / "one"], check=True, timeout=120)
+    done = torchrun(driver, tmp_path / "two", "distributed")
+    assert done.returncode == 0, done.stderr
+    one, two = rows(tmp_path / "one"), rows(tmp_path / "two")
+    assert len(one) == len(two) == 61 and {"weight_res", "causal_last", "lam_res", "norm"} <= set(one[0])
+    for a, b in zip(one, two):
+        for key in set(a) - {"causal_last"}:  # of the last point: one process has it
+            assert a[key] == pytest.approx(b[key], rel=1e-9), (a["step"], key)
+    assert one[-1]["loss_fit"] < one[0]["loss_fit"]
+
+
+@pytest.mark.parametrize("script, config", [("allen_cahn", "at-sfli-gauss"), ("ldc", "re100-sfli-gauss"),
+                                            ("ns_torus", "sfli-gauss")])  # fmt: skip
+def test_torchrun(script, config, tmp_path):
+    """The real command. One process speaks and writes; the same command with --resume finds the run finished; one
+    process alone refuses the checkpoint of two."""
+    argv = [
+        f"exp_{script}.py",
+        "--sfli",
+        "--preset",
+        "smoke",
+        "--out",
+        tmp_path,
+        *(["--at"] if "at-" in config else []),
+    ]
+    done = torchrun(*argv)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"RESULT {script} {config} ") == 1
+    folder = tmp_path / script / config
+    assert not list(folder.glob("process*")) and (folder / "result.json").exists()
+    if script == "allen_cahn":
+        before = (folder / "history.csv").read_text()
+        again = torchrun(*argv, "--resume")
+        assert again.returncode == 0 and (folder / "history.csv").read_text() == before, again.stderr
+        alone = subprocess.run([sys.executable, *map(str, argv), "--resume"], cwd=ROOT, capture_output=True, text=True)
+        assert alone.returncode == 2 and "processes differ" in alone.stderr
+
+
+def test_seeds_are_split(tmp_path):
+    """--seeds 3 on two processes: the errors of the same three seeds in one process."""
+    argv = ["exp_parabolic.py", "--sfli", "--dims", "5", "--seeds", "3", "--preset", "smoke", "--dtype", "float64"]
+    done = torchrun(*argv, "--out", tmp_path / "two")
+    assert done.returncode == 0 and done.stdout.count("RESULT") == 1, done.stderr
+    subprocess.run([sys.executable, *argv, "--out", tmp_path / "one"], cwd=ROOT, check=True, capture_output=True)
+    one, two = (rows(tmp_path / k / "parabolic/d5-sfli-gauss") for k in ("one", "two"))
+    assert [r["seed"] for r in two] == [r["seed"] for r in one]
+    assert [r["rel_l2"] for r in two] == pytest.approx([r["rel_l2"] for r in one], rel=1e-9)
+
+
+def test_refusals_under_torchrun(tmp_path):
+    for argv, message in [(["exp_allen_cahn.py", "--optimizer", "ng"], "--optimizer ng runs in one process"),
+                          (["exp_high_dim.py", "--all"], "torchrun: the search for C")]:  # fmt: skip
+        done = torchrun(*argv, "--preset", "smoke", "--out", tmp_path / "out")
+        assert done.returncode != 0 and message in done.stderr and not (tmp_path / "out").exists()
