@@ -1870,3 +1870,56 @@ def commit():
         here = Path(__file__).resolve().parent
         return subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], check=True, capture_output=True,
                               text=True).stdout.strip() or None
+
+
+def self_report():
+    """python common.py: what this machine has, what works on it, and how fast it is."""
+    from importlib import metadata
+
+    def version(package):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+        return "absent"
+
+    packages = ("torch", "numpy", "scipy", "matplotlib", "triton", "tqdm", "pytorch-optimizer")
+    print(f"python {sys.version.split()[0]}, " + ", ".join(f"{p} {version(p)}" for p in packages))
+    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = ", ".join(torch.cuda.get_device_name(k) for k in range(cuda)) or "no CUDA device"
+    print(f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads; {gpus}")
+    print(f"--preset auto is {'paper' if cuda else 'laptop'}")
+    device = "cuda" if cuda else "cpu"
+    try:
+        if not (cuda or cpu_can_compile()):
+            raise RuntimeError("it needs a C++ compiler and Python.h")
+        x = torch.ones(3, device=device)
+        assert torch.equal(torch.compile(lambda x: torch.tanh(x) + 1)(x), torch.tanh(x) + 1)
+        print("torch.compile works")
+    except Exception as e:
+        print(f"torch.compile does not work ({str(e).splitlines()[0]}); runs train uncompiled")
+    try:
+        from kernels.gaussian_gram import gaussian_gram
+    except ImportError as e:
+        print(f"gaussian_gram: absent ({e}); the eps-rank goes the plain way")
+    else:
+        gaussian_gram(*(torch.rand(n, 2, device=device) for n in (64, 8, 8)))
+        print(f"gaussian_gram works, {'by its Triton kernel' if cuda else 'on the CPU; the Triton kernel needs CUDA'}")
+    net = sfli(PirateNet(2, 128, 2), [(0, 1), (-1, 1)]).to(device)
+    times = []
+
+    def sample(generator):
+        times.append(time.perf_counter())
+        return {"x": uniform([(0, 1), (-1, 1)], 512, generator)}
+
+    def residuals(net, batch):
+        u, heat = jet(net, batch["x"], "t x", "t-1e-4*xx")
+        return {"res": (heat + u)[:, 0]}
+
+    start = time.perf_counter()
+    with contextlib.suppress(Stopped):
+        train(net, sample, residuals, 500, stop=lambda: time.perf_counter() - start > 8)
+    print(f"speed: {1e3 * min(b - a for a, b in zip(times, times[1:])):.1f} ms per step of a heat equation, PirateNet "
+          "2 x 128, batch 512, uncompiled")
+
+
+if __name__ == "__main__":
+    self_report()
