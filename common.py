@@ -1063,6 +1063,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     # the repeated parts, in half to a third of the time and with the same speed.
     eager = (lambda: torch.compiler.set_stance("force_eager")) if compile else contextlib.nullcontext
     whole = compile and ranks == 1 and (len(nets) > 1 or sum(p.numel() for p in values.values()) < WHOLE_STEP)
+    if compile:
+        torch.compiler.reset()  # the runs of --all would fill the compiler's list of variants and end up uncompiled
     if whole:
         compiled = torch.compile(torch.func.grad_and_value(objective, has_aux=True), dynamic=False)
     elif compile:

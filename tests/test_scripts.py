@@ -315,7 +315,8 @@ def test_divergence_stops_the_script(tmp_path, capsys):
         exp_function_fit.main(["--preset", "smoke", "--lr", "1e30", "--steps", "50", "--out", str(tmp_path)])
     err = capsys.readouterr().err
     assert e.value.code == 1 and "not finite at step" in err and "--lr" in err and err.count("\n") == 1
-    assert sorted(p.name for p in (tmp_path / "function_fit/baseline").iterdir()) == ["config.json", "history.csv"]
+    left = sorted(p.name for p in (tmp_path / "function_fit/baseline").iterdir())
+    assert left == ["config.json", "fig_history.png", "history.csv"]
 
 
 def test_soap_without_its_package(tmp_path, capsys, monkeypatch):
