@@ -40,7 +40,7 @@ PAPER = dict(steps=sum(STAGES.values()), batch=4096, walls=256, arch="pirate", l
 PRESETS = {
     "paper": PAPER,
     "laptop": PAPER | dict(steps=40_000, batch=1024, walls=128, arch="modified", layers=3, width=128, warmup=1000,
-                           decay_every=1000, optimizer="soap", curriculum=False, pseudo_time=True),
+                           decay_every=1400, optimizer="soap", curriculum=False, pseudo_time=True),
     "smoke": PAPER | dict(steps=20, batch=64, walls=16, layers=1, width=16, warmup=5, decay_every=5, Re=100.0,
                           pseudo_time=True),
 }
