@@ -93,6 +93,16 @@ def test_compiled_training_equals_eager(seeds, float64):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-11)
 
 
+def test_many_compiled_runs_in_one_process(monkeypatch):
+    """The variants of one run are forgotten before the next; else the fifth run of --all would train uncompiled."""
+    plain = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: plain(self, backend="eager", **options))
+    monkeypatch.setattr(common, "WHOLE_STEP", 0)
+    with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
+        for seed in range(4):
+            train(network(seed, 10 + seed), sample, residuals, 2, compile=True)
+
+
 @needs_compiler
 def test_compiled_blocks_equal_eager(float64, monkeypatch):
     """Large networks compile their repeated block instead of the whole step."""
