@@ -97,14 +97,14 @@ def on_grid(C, n):
     return (e @ C @ e.T).real
 
 
-def series(C, x):
-    """The fields and their derivatives at x [B, (x, y)]: {(a, b): d^a/dx^a d^b/dy^b [B, fields]}, a + b <= 3."""
+def series(C, x, order):
+    """The fields and their derivatives at x [B, (x, y)]: {(a, b): d^a/dx^a d^b/dy^b [B, fields]}, a + b <= order."""
     k = torch.as_tensor(K, dtype=x.dtype, device=x.device)
     e = torch.exp(1j * x.unsqueeze(-1) * k)  # [B, 2, 65]
     out = {}
-    for a in range(4):
+    for a in range(order + 1):
         rows = (e[:, 0] * (1j * k) ** a) @ C  # [fields, B, 65]
-        for b in range(4 - a):
+        for b in range(order + 1 - a):
             out[a, b] = (rows * e[:, 1] * (1j * k) ** b).sum(-1).real.T
     return out
 
@@ -210,11 +210,11 @@ def draw(generator, args, omega, C):
     x = uniform(omega, args.batch, generator)
     x = x[x[:, 0].argsort()]
     if args.hard_ic:
-        d = series(C if args.formulation == "uvw" else C[:2], x[:, 1:])
-        return {"x": x} | {f"{a}{b}": v for (a, b), v in d.items() if args.formulation == "uv" or a + b < 3}
+        d = series(C, x[:, 1:], 2) if args.formulation == "uvw" else series(C[:2], x[:, 1:], 3)
+        return {"x": x} | {f"{a}{b}": v for (a, b), v in d.items()}
     x0 = uniform(omega, args.initial, generator)
     x0[:, 0] = 0
-    return {"x": x, "x0": x0, "q0": series(C, x0[:, 1:])[0, 0]}
+    return {"x": x, "x0": x0, "q0": series(C, x0[:, 1:], 0)[0, 0]}
 
 
 # Train and evaluate ------------------------------------------------------------------------------

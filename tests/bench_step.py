@@ -23,8 +23,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import exp_high_dim  # noqa: E402
+import exp_ns_torus  # noqa: E402
 import exp_parabolic  # noqa: E402
-from common import MLP, Periodic, PirateNet, jet, sfli, train, uniform  # noqa: E402
+from common import MLP, ModifiedMLP, Periodic, PirateNet, jet, sfli, train, uniform  # noqa: E402
 
 
 def grad(y, x):
@@ -98,6 +99,36 @@ def ldc(batch=1024, nu=1 / 3200):
 
     net = sfli(PirateNet(2, 256, 6, out=3, rwf=(1.0, 0.1)), omega, gamma=10.0)
     return net, lambda g: {"x": uniform(omega, batch, g)}, ours, nested
+
+
+def ns(batch=1024):
+    """Torus: modified MLP 4 x 256 for u and v, third derivatives, 1024 initial points, weights and causality apart."""
+    args = argparse.Namespace(batch=batch, initial=1024, hard_ic=False, formulation="uv")
+    omega = [(0.0, 2.0)] + [(0.0, 2 * math.pi)] * 2
+    C = torch.as_tensor(exp_ns_torus.velocity(exp_ns_torus.initial_vorticity(None, 0))).to(torch.complex64)
+
+    def nested(net, batch):
+        def fields(x):
+            u, v = net(x).unbind(1)
+            du, dv = grad(u, x), grad(v, x)
+            return u, v, dv[:, 1] - du[:, 2], du[:, 1] + dv[:, 2]
+
+        x, x0 = batch["x"].requires_grad_(), batch["x0"].requires_grad_()
+        u, v, w, div = fields(x)
+        dw = grad(w, x)
+        laplacian = grad(dw[:, 1], x)[:, 1] + grad(dw[:, 2], x)[:, 2]
+        u0, v0, w0, _ = fields(x0)
+        return {
+            "rw": dw[:, 0] + u * dw[:, 1] + v * dw[:, 2] - exp_ns_torus.NU * laplacian,
+            "rc": div,
+            "u_ic": u0 - batch["q0"][:, 0],
+            "v_ic": v0 - batch["q0"][:, 1],
+            "w_ic": w0 - batch["q0"][:, 2],
+        }
+
+    net = ModifiedMLP(5, 256, 4, out=2, rwf=(1.0, 0.1), embed=Periodic(3, {1: 2 * math.pi, 2: 2 * math.pi}))
+    ours = exp_ns_torus.residuals("uv", False, None, (1.0, 1.0))
+    return sfli(net, omega, gamma=math.sqrt(1.5)), lambda g: exp_ns_torus.draw(g, args, omega, C), ours, nested
 
 
 def parabolic(d):
@@ -175,11 +206,11 @@ def peer_ms(command, name):
 
 
 def main():
-    problems = {"fit": (fit, 3000), "ac": (ac, 40), "ldc": (ldc, 40)}
+    problems = {"fit": (fit, 3000), "ac": (ac, 40), "ldc": (ldc, 40), "ns": (ns, 30)}
     problems |= {f"parabolic{d}": (functools.partial(parabolic, d), 25) for d in exp_parabolic.DIMS}
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("problem", nargs="*", help="fit, ac, ldc, parabolic5, 10, 20, 50, seeds (default: all)")
-    cli.add_argument("--peer", help="command that is given ac or ldc and prints min=...ms")
+    cli.add_argument("problem", nargs="*", help="fit, ac, ldc, ns, parabolic5, 10, 20, 50, seeds (default: all)")
+    cli.add_argument("--peer", help="command that is given ac, ldc or ns and prints min=...ms")
     args = cli.parse_args()
     if unknown := set(args.problem) - {*problems, "seeds"}:
         cli.error(f"problem: {', '.join(unknown)} unknown; choose from {', '.join(problems)}, seeds")
@@ -191,7 +222,7 @@ def main():
             stacked, apart = seeds()
             print(f"five seeds, d = 10: stacked {stacked:.2f}, one by one {apart:.2f}, ratio {apart / stacked:.2f}")
             continue
-        peer = args.peer and name in ("ac", "ldc")
+        peer = args.peer and name in ("ac", "ldc", "ns")
         before = peer_ms(args.peer, name) if peer else math.inf
         mine, plain, share = bench(*problems[name])
         ms = min(before, peer_ms(args.peer, name)) if peer else None
