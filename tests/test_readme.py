@@ -146,8 +146,9 @@ OWN = {
     exp_spectral_bias: ([], [], []),
 }
 CONFLICTS = ["--all --sfli", "--sfli --gamma 1 --C 1", "--damping 1", "--momentum 0.5", "--resume", "--device tpu",
-             "--device cuda:99", "--optimizer ng --dtype float32", "--optimizer ng --seeds 2", "--optimizer ng --compile on",
-             "--optimizer soap --seeds 2", "--sfl", "surplus", "--seed -1", "--momentum 1 --optimizer ng"]  # fmt: skip
+             "--device cuda:99", "--optimizer ng --dtype float32", "--optimizer ng --seeds 2", "--sfl", "surplus",
+             "--optimizer ng --compile on", "--optimizer soap --seeds 2", "--seed -1",
+             "--momentum 1 --optimizer ng"]  # fmt: skip
 
 
 def bad_line(rng, script):
