@@ -12,7 +12,8 @@
 Networks see the smoothed lid u = 1 - cosh(50 (x - 1/2)) / cosh(25), eq. (au_boundary). The error is that of the speed
 |u| on a 256 x 256 grid, walls included: rel_l2 against the sharp lid, the paper's measure, and rel_l2_smooth against
 the smoothed one, what the network itself is to blame for. Both references are computed here.
-Paper, speed against its own reference: 3.75% with SFLI, 88.3% without.
+Paper, speed against its own reference: 3.75% with SFLI, 88.3% without. Ours, preset laptop, seed 0: 3.51% with SFLI
+(1.83% against the smoothed lid); 25 minutes on one core.
 """
 import argparse
 import math
@@ -39,8 +40,8 @@ PAPER = dict(steps=sum(STAGES.values()), batch=4096, walls=256, arch="pirate", l
              pseudo_time=False)
 PRESETS = {
     "paper": PAPER,
-    "laptop": PAPER | dict(steps=40_000, batch=1024, walls=128, arch="modified", layers=3, width=128, warmup=1000,
-                           decay_every=1400, optimizer="soap", curriculum=False, pseudo_time=True),
+    "laptop": PAPER | dict(steps=30_000, batch=1024, walls=128, arch="modified", layers=3, width=128, warmup=750,
+                           decay_every=1050, optimizer="soap", curriculum=False, pseudo_time=True),
     "smoke": PAPER | dict(steps=20, batch=64, walls=16, layers=1, width=16, warmup=5, decay_every=5, Re=100.0,
                           pseudo_time=True),
 }
@@ -294,7 +295,7 @@ def fit(args):
 
 def plot_speed(x, y, speed, predicted, path):
     """Fig. ldc: reference, prediction, error, and the error in the upper right corner (the box)."""
-    fig, axes = figure(1, 4, size=(4.0, 3.4))
+    fig, axes = figure(1, 4, size=(3.5, 3.0))
     from matplotlib.patches import Rectangle
 
     error = np.abs(speed - predicted)
@@ -314,8 +315,9 @@ def plot_speed(x, y, speed, predicted, path):
 def plot_error(histories, width, path):
     """Fig. ldc_error: eps-rank of the last hidden layer and error of the speed."""
     fig, axes = figure(1, 2, size=(5.0, 3.6))
-    for color, (label, history) in zip(("black", "tab:red"), histories.items()):
-        shown = "SFLI" if "sfli" in label else "Fourier features" if "fourier" in label else "without SFLI"
+    for label, history in histories.items():
+        shown, color = (("SFLI", "tab:red") if "sfli" in label else
+                        ("Fourier features", "tab:blue") if "fourier" in label else ("without SFLI", "black"))
         curve(axes[0, 0], history, "eps_rank", log=False, color=color, label=shown)
         curve(axes[0, 1], history, "rel_l2", color=color, label=shown + ", sharp lid")
         curve(axes[0, 1], history, "rel_l2_smooth", color=color, ls="--", label=shown + ", smoothed lid")
