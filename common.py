@@ -440,6 +440,11 @@ def _times(a, b):
     return None if a is None or b is None else a * b
 
 
+def _summed(group, product):
+    """A product of two channels; that of a group's sums over its variables."""
+    return product.sum(0) if group and product is not None else product
+
+
 def _scale(a, m):
     return a if a is None or m == 1 else m * a
 
@@ -457,8 +462,7 @@ def _pointwise(taylor):
                 product = z[channels[0]]
                 for k in channels[1:]:
                     product = _times(product, z[k])
-                if plan.groups[channels[0]] and product is not None:
-                    product = product.sum(0)
+                product = _summed(plan.groups[channels[0]], product)
                 factor[len(channels)] = _plus(factor[len(channels)], _scale(product, m))
             for k in range(2, plan.order + 1):
                 y[c] = _plus(y[c], _times(f[k], factor[k]))
@@ -528,10 +532,7 @@ def _mul(a, b):
     for c in range(1, len(x)):
         z_c = _plus(_times(x[0], y[c]), _times(x[c], y[0]))
         for (i, j), m in a.plan.leibniz[c]:
-            product = _times(x[i], y[j])
-            if a.plan.groups[i] and product is not None:
-                product = product.sum(0)
-            z_c = _plus(z_c, _scale(product, m))
+            z_c = _plus(z_c, _scale(_summed(a.plan.groups[i], _times(x[i], y[j])), m))
         z.append(z_c)
     return Jet(z, a.plan)
 
@@ -1208,10 +1209,11 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
             states = [[g.get_state() for g in generators]] * ranks
             if ranks > 1:
                 torch.distributed.all_gather_object(states, states[0])
-            save_checkpoint(path if rank == 0 else None, {
-                "config": config, "step": step, "seconds": seconds + time.perf_counter() - start, "history": history,
-                "params": values, "optimizer": opt.state_dict(), "generators": states,
-                "weights": w, "lam": lam, "sums": sums, "count": count})
+            if rank == 0:
+                save_checkpoint(path, {
+                    "config": config, "step": step, "seconds": seconds + time.perf_counter() - start,
+                    "history": history, "params": values, "optimizer": opt.state_dict(), "generators": states,
+                    "weights": w, "lam": lam, "sums": sums, "count": count})
             saved = time.perf_counter()
         if stopping:
             raise Stopped(f"stopped after step {step - 1} of {steps}")
@@ -1364,8 +1366,6 @@ def previous(path):
 
 def save_checkpoint(path, state):
     """Write the checkpoint; the one before stays as checkpoint_previous.pt."""
-    if path is None:
-        return
     buffer = io.BytesIO()  # so that a full disk is an OSError
     torch.save(state, buffer)
 
@@ -1646,9 +1646,7 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
     settings = {"experiment": experiment, "config": config, "seeds": seeds, "gamma": gamma, "processes": ranks}
     split = ranks > 1 and args.seeds > 1  # under torchrun: each process its own seeds, in a folder of its own
     mine, place = (seeds[rank::ranks], folder / f"process{rank}") if split else (seeds, folder)
-    skip = ("out", "resume", "no_plot", "all", "sfli", "argv",  # and what chooses among configurations
-            "dims", "C_grid", "search_steps", "search_seeds", "save_seconds", "save_steps")
-    settings |= {k: v for k, v in vars(args).items() if k not in skip and k not in settings}
+    settings = settings_of(args, "sfli", "C_grid", "search_steps", "search_seeds") | settings
     resume = args.resume and has_checkpoint(place)
     ng = {k: getattr(args, k) for k in ("damping", "momentum")} if args.optimizer == "ng" else {}
 
@@ -1725,6 +1723,19 @@ def shape(args, kind, table, domain, points, measure, embed=None):
 
 def sfli_generator(seed):
     return torch.Generator().manual_seed(1000003 * seed + 2)
+
+
+def settings_of(args, *skip):
+    """What a checkpoint must agree with: all flags but those that choose among runs or leave them alone, and `skip`."""
+    skip = ("out", "resume", "no_plot", "all", "argv", "dims", "save_seconds", "save_steps", *skip)
+    return {k: v for k, v in vars(args).items() if k not in skip}
+
+
+def configurations(args, experiment, choices, name):
+    """The runs of a script: args alone, or with --all one for each of `choices`; name(args) is for --resume."""
+    runs = [argparse.Namespace(**vars(args) | choice) for choice in (choices if args.all else [{}])]
+    check_resume(args, experiment, [name(a) for a in runs])
+    return runs
 
 
 def check_resume(args, experiment, configs):

@@ -12,7 +12,6 @@ The paper shows curves and states no error for this example. Ours, relative L2 e
 2.8e-5, 2.6e-5 (seeds 0-2, 2.5 minutes each); standard first layer 5.0e-5, 3.1e-5, 2.7e-5.
 --all, 12 000 steps of Adam, an hour on one core: Baseline 1.5e-1, SFLI 4.3e-2, AT 4.2e-2, AT+SFLI 8.8e-3 (seed 0).
 """
-import argparse
 import math
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import (MLP, FourierFeatures, Periodic, PirateNet, cached, check_resume, curve, fail, figure, grid, jet,
+from common import (MLP, FourierFeatures, Periodic, PirateNet, cached, configurations, curve, fail, figure, grid, jet,
                     natural, parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform, volume)
 
 # Parameters --------------------------------------------------------------------------------------
@@ -219,9 +218,8 @@ def main(argv=None):
         fail(f"--near: {args.near} of {args.batch} points; use --near {args.batch} at most")
     if (args.at or args.all) and args.batch % CHUNKS:
         fail(f"--batch: {args.batch} points do not split into {CHUNKS} causal chunks; use a multiple of {CHUNKS}")
-    each = [dict(at=at, sfli=kind) for at in (False, True) for kind in (None, "gauss")] if args.all else [{}]
-    runs = [argparse.Namespace(**vars(args) | choice) for choice in each]
-    check_resume(args, "allen_cahn", [name(a) for a in runs])
+    each = [dict(at=at, sfli=kind) for at in (False, True) for kind in (None, "gauss")]
+    runs = configurations(args, "allen_cahn", each, name)
     folder = Path(args.out) / "allen_cahn"
     histories = {}
     for a in runs:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from common import (MLP, check_resume, fail, has_checkpoint, parse_args, plot_dimensions, positive, relative_l2,
-                    reported, run, sfli, sfli_generator, table, train, uniform, world)
+                    reported, run, settings_of, sfli, sfli_generator, table, train, uniform, world)
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -93,13 +93,11 @@ def search(args, d, grid):
     for C, seed in members:
         torch.manual_seed(seed)
         nets.append(network(args, d, C, sfli_generator(seed)).to(args.device))
-    config = {k: v for k, v in vars(args).items() if k not in ("out", "resume", "no_plot", "all", "argv", "dims",
-                                                                "save_seconds", "save_steps")}
     with reported(folder, plot=False) as stop:
         history = train(nets, lambda g: {"x": uniform(omega, args.batch, g)}, residuals, args.search_steps, lr=args.lr,
                         decay=args.decay, decay_every=args.decay_every * args.search_steps / args.steps,
                         evaluate=error_on(omega, args.device, 2), seeds=[seed for _, seed in members],
-                        compile=args.compile == "on", folder=folder, config=config,
+                        compile=args.compile == "on", folder=folder, config=settings_of(args),
                         resume=args.resume and has_checkpoint(folder), save_seconds=args.save_seconds,
                         save_steps=args.save_steps, stop=stop)
     errors = {C: [] for C in grid}

@@ -23,8 +23,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from common import (MLP, FourierFeatures, ModifiedMLP, PirateNet, cached, check_resume, curve, fail, figure, grid, jet,
-                    parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform, volume)
+from common import (MLP, FourierFeatures, ModifiedMLP, PirateNet, cached, configurations, curve, fail, figure, grid,
+                    jet, parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform, volume)
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -351,9 +351,7 @@ def main(argv=None):
         fail(f"--Re {args.Re:g}: the reference is steady and stops at 5000; use a smaller one")
     if args.ref:
         load_reference(args.ref)  # before hours of training
-    each = [dict(sfli=kind) for kind in (None, "gauss")] if args.all else [{}]
-    runs = [argparse.Namespace(**vars(args) | choice) for choice in each]
-    check_resume(args, "ldc", [name(a) for a in runs])
+    runs = configurations(args, "ldc", [dict(sfli=kind) for kind in (None, "gauss")], name)
     folder = Path(args.out) / "ldc"
     histories = {}
     for a in runs:

@@ -127,6 +127,7 @@ def test_reference_is_kept(tmp_path, capsys):
     assert capsys.readouterr().out == "" and np.array_equal(a, b)
     c = reference(times, 32, initial_vorticity("random", 0), tmp_path, 64, 40)[2]
     assert np.abs(a - c).max() > 1
+    assert reference([0.0])[2].shape == (1, 128, 128)  # the sizes given by default fit each other
     with pytest.raises(ValueError, match="must divide"):
         reference(times, 48, folder=tmp_path, size=64)
 
