@@ -40,8 +40,8 @@ PAPER = dict(steps=sum(STAGES.values()), batch=4096, walls=256, arch="pirate", l
              pseudo_time=False)
 PRESETS = {
     "paper": PAPER,
-    "laptop": PAPER | dict(steps=30_000, batch=1024, walls=128, arch="modified", layers=3, width=128, warmup=750,
-                           decay_every=1050, optimizer="soap", curriculum=False, pseudo_time=True),
+    "laptop": PAPER | dict(steps=45_000, batch=1024, walls=128, arch="modified", layers=3, width=128, warmup=1125,
+                           decay_every=1575, optimizer="soap", curriculum=False, pseudo_time=True),
     "smoke": PAPER | dict(steps=20, batch=64, walls=16, layers=1, width=16, warmup=5, decay_every=5, Re=100.0,
                           pseudo_time=True),
 }
