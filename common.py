@@ -1663,8 +1663,8 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
             nets.append(build(sfli_generator(seed)).to(args.device))
         if ng:  # refuse before anything is written
             constants = options.get("constants", lambda step: {})(0)
-            NaturalGradient(nets[0], _stepped(residuals), **ng).size(
-                sample(torch.Generator(args.device)) | {k: torch.tensor(v) for k, v in constants.items()})
+            constants = {k: torch.tensor(v, device=args.device) for k, v in constants.items()}
+            NaturalGradient(nets[0], _stepped(residuals), **ng).size(sample(torch.Generator(args.device)) | constants)
         if not resume and (rank == 0 or split):
             place.mkdir(parents=True, exist_ok=True)
             atomically(place / "config.json", lambda tmp: tmp.write_text(json.dumps(settings, indent=1)))

@@ -105,7 +105,8 @@ def ns(batch=1024):
     """Torus: modified MLP 4 x 256 for u and v, third derivatives, 1024 initial points, weights and causality apart."""
     args = argparse.Namespace(batch=batch, initial=1024, hard_ic=False, formulation="uv")
     omega = [(0.0, 2.0)] + [(0.0, 2 * math.pi)] * 2
-    C = torch.as_tensor(exp_ns_torus.velocity(exp_ns_torus.initial_vorticity(None, 0))).to(torch.complex64)
+    known = exp_ns_torus.table(exp_ns_torus.velocity(exp_ns_torus.initial_vorticity(None, 0)), 0)
+    ones = dict.fromkeys(("scale_0", "scale_1", "size_w", "size_1"), torch.tensor(1.0))
 
     def nested(net, batch):
         def fields(x):
@@ -127,8 +128,9 @@ def ns(batch=1024):
         }
 
     net = ModifiedMLP(5, 256, 4, out=2, rwf=(1.0, 0.1), embed=Periodic(3, {1: 2 * math.pi, 2: 2 * math.pi}))
-    ours = exp_ns_torus.residuals("uv", False, None, (1.0, 1.0))
-    return sfli(net, omega, gamma=math.sqrt(1.5)), lambda g: exp_ns_torus.draw(g, args, omega, C), ours, nested
+    ours = exp_ns_torus.residuals("uv", False)
+    draw = lambda g: exp_ns_torus.draw(g, args, omega, known) | ones
+    return sfli(net, omega, gamma=math.sqrt(1.5)), draw, ours, nested
 
 
 def parabolic(d):

@@ -10,8 +10,8 @@ import torch
 
 import common
 import exp_ns_torus
-from exp_ns_torus import K, NU, M, draw, initial_vorticity, modes, on_grid, predict, reference, residuals, series, solve
-from exp_ns_torus import velocity
+from exp_ns_torus import NU, K, M, draw, hand_over, initial_vorticity, modes, on_grid, predict, reference, residuals
+from exp_ns_torus import solve, stream, table, velocity
 
 
 def taylor_green(k=2):
@@ -54,69 +54,79 @@ def test_initial_vorticity(tmp_path):
     assert np.abs(initial_vorticity(tmp_path / "w.npz", 0) - initial_vorticity(None, 0)).max() < 1e-6
 
 
-def test_series_and_its_derivatives(float64):
+def test_table_of_a_series_and_its_derivatives(float64):
     """cos(2x) sin(3y) and sin(x): closed forms of all derivatives up to third order. Rounding of the
     modes, 1e-17 each, is multiplied by up to 32^3."""
     x = 2 * np.pi * np.arange(80) / 80
     C = np.stack([modes(np.outer(np.cos(2 * x), np.sin(3 * x))), modes(np.outer(np.sin(x), np.ones(80)))])
-    z = 7 * torch.rand(9, 2)
-    d = series(torch.as_tensor(C), z, 3)
+    d = table(C, 3)
+    z = d.pop("x")
     cos, sin = (lambda a, t: torch.cos(t + a * math.pi / 2)), (lambda b, t: torch.sin(t + b * math.pi / 2))
-    for (a, b), got in d.items():
+    for key, got in d.items():
+        a, b = map(int, key)
         want = 2**a * 3**b * cos(a, 2 * z[:, 0]) * sin(b, 3 * z[:, 1])
-        assert torch.allclose(got[:, 0], want, atol=1e-10), (a, b)
-        assert torch.allclose(got[:, 1], sin(a, z[:, 0]) * (b == 0), atol=1e-10), (a, b)
-    assert len(d) == 10
+        assert torch.allclose(got[:, 0], want, atol=1e-10), key
+        assert torch.allclose(got[:, 1], sin(a, z[:, 0]) * (b == 0), atol=1e-10), key
+    assert len(d) == 10 and len(set(map(tuple, z.tolist()))) == exp_ns_torus.GRID**2
 
 
-def exact(z, k=2):
-    """u, v, w of Taylor-Green at (t, x, y), in operations that jets know."""
+def exact(z, formulation="uvw", k=2):
+    """Taylor-Green at (t, x, y), in operations that jets know: u, v, w, or what a network of `formulation` gives."""
     e, x, y = torch.exp(-2 * NU * k**2 * z[:, 0:1]), k * z[:, 1:2], k * z[:, 2:3]
     u, v = -e * (torch.cos(x) * torch.sin(y)), e * (torch.sin(x) * torch.cos(y))
-    return torch.cat([u, v, 2 * k * (e * (torch.cos(x) * torch.cos(y)))], -1)
+    psi = e * (torch.cos(x) * torch.cos(y)) / k
+    return torch.cat({"uv": [u, v], "uvw": [u, v, 2 * k**2 * psi], "psi": [psi, 2 * k**2 * psi]}[formulation], -1)
+
+
+LENGTH = 0.8  # of a window
+
+
+def change(z, formulation):
+    """(q - q0) / t, where t runs from 0 to 1 over the window."""
+    at = lambda c: exact(z * torch.tensor([c, 1.0, 1.0]), formulation)
+    return (at(LENGTH) - at(0.0)) / z[:, :1]
 
 
 @pytest.mark.parametrize("hard_ic", [False, True])
-@pytest.mark.parametrize("formulation", ["uv", "uvw"])
+@pytest.mark.parametrize("formulation", ["uv", "psi"])
 def test_residuals_on_taylor_green(formulation, hard_ic, float64):
     """All residuals vanish on the exact flow; with --hard-ic the network is (q - q0) / t / scale. A wrong flow does
     not pass."""
-    fields, scale = 3 if formulation == "uvw" else 2, torch.tensor([2.0, 3.0, 5.0])
-    scale = scale[:fields]
     args = type("args", (), dict(batch=64, initial=32, hard_ic=hard_ic, formulation=formulation))
-    C = torch.as_tensor(velocity(taylor_green()))
-    batch = draw(torch.Generator().manual_seed(0), args, [(0.1, 1.0)] + [(0.0, 2 * math.pi)] * 2, C)
-    assert (batch["x"][:, 0].diff() >= 0).all()
-    start = lambda z: exact(z * torch.tensor([0.0, 1.0, 1.0]))
+    scale = torch.tensor([2.0, 3.0])
+    C = (stream if formulation == "psi" else velocity)(taylor_green())
+    known = table(C if formulation == "psi" or not hard_ic else C[:2], 3)
+    batch = draw(torch.Generator().manual_seed(0), args, [(0.1, 1.0)] + [(0.0, 2 * math.pi)] * 2, known)
+    assert hard_ic or (batch["x"][:, 0].diff() >= 0).all()
+    numbers = lambda *values: dict(zip(("scale_0", "scale_1", "size_w", "size_1"), torch.tensor(values)))
+    f = residuals(formulation, hard_ic, 1 / LENGTH if hard_ic else 1.0)
     for factor in (1.0, 1.1):
-        whole = lambda z: (factor * (exact(z) - start(z)) / z[:, :1])[:, :fields] / scale
-        net = whole if hard_ic else lambda z: factor * exact(z)[:, :fields]
-        r = residuals(formulation, hard_ic, scale, (1.0, 1.0))(net, batch)
-        names = {"rw", "rc"} | ({"rv"} if fields == 3 else set()) | (set() if hard_ic else {"u_ic", "v_ic", "w_ic"})
-        assert set(r) == names
+        whole = lambda z: factor * change(z, formulation) / scale
+        net = whole if hard_ic else lambda z: factor * exact(z, formulation)
+        r = f(net, batch | numbers(2.0, 3.0, 1.0, 1.0))
+        initial = {"uv": {"u_ic", "v_ic", "w_ic"}, "psi": {"psi_ic", "w_ic"}}[formulation]
+        second = {"uv": "rc", "psi": "rp"}[formulation]
+        assert set(r) == {"rw", second} | (set() if hard_ic else initial)
         size = max(v.abs().max().item() for v in r.values())
         assert size < 1e-12 if factor == 1 else size > 1e-3
-    half = residuals(formulation, hard_ic, scale, (2.0, 4.0))(net, batch)
-    assert torch.allclose(half["rw"] * 2, r["rw"]) and torch.allclose(half["rc"] * 4, r["rc"])
+    half = f(net, batch | numbers(2.0, 3.0, 2.0, 4.0))
+    assert torch.allclose(half["rw"] * 2, r["rw"]) and torch.allclose(half[second] * 4, r[second])
 
 
-@pytest.mark.parametrize("formulation", ["uv", "uvw"])
+@pytest.mark.parametrize("formulation", ["uv", "psi"])
 def test_hand_over(formulation, float64):
-    """The end of a window as a series is what the network predicts there, also between the grid points."""
+    """The end of a window as a series is what the network predicts there."""
     args = type("args", (), dict(hard_ic=True, formulation=formulation))
-    fields = 3 if formulation == "uvw" else 2
-    scale = torch.ones(fields)
 
     class Net(torch.nn.Linear):
         def forward(self, z):
-            return ((exact(z) - exact(z * torch.tensor([0.0, 1.0, 1.0]))) / z[:, :1])[:, :fields]
+            return change(z, formulation)
 
-    C = velocity(taylor_green())
-    end = predict(Net(1, 1), args, C, scale, 0.8, 96).numpy()
-    after = velocity(modes(end[2])) if formulation == "uvw" else np.stack([modes(f) for f in end])
-    z = 6 * torch.rand(20, 2)
-    want = exact(torch.cat([torch.full((20, 1), 0.8), z], 1))
-    assert torch.allclose(series(torch.as_tensor(after), z, 0)[0, 0], want, atol=1e-12)
+    C = (stream if formulation == "psi" else velocity)(taylor_green())
+    after = table(hand_over(predict(Net(1, 1), args, C, torch.ones(2), 1.0, 96).numpy(), formulation), 0)
+    z = torch.nn.functional.pad(after["x"], (1, 0), value=LENGTH)
+    want = exact(z, "psi" if formulation == "psi" else "uvw")
+    assert torch.allclose(after["00"], want, atol=1e-12)
 
 
 def test_reference_is_kept(tmp_path, capsys):
@@ -148,7 +158,7 @@ def test_script_all(tmp_path, capsys):
     assert float(window["rel_l2"]) == float(rows[-1]["rel_l2"]) and {"causal_last", "weight_u_ic"} <= set(window)
 
 
-@pytest.mark.parametrize("options", [[], ["--formulation", "uvw", "--hard-ic", "--optimizer", "ng", "--ic", "random"]])
+@pytest.mark.parametrize("options", [[], ["--formulation", "psi", "--hard-ic", "--optimizer", "ng", "--ic", "random"]])
 @pytest.mark.parametrize("at", [4, 9])
 def test_resume_inside_any_window(at, options, tmp_path, monkeypatch):
     """Stopped in the first or the second window (5 draws each) and continued: the errors of the undisturbed run."""
