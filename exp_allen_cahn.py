@@ -208,10 +208,6 @@ def flags(cli):
 
 def main(argv=None):
     args = parse_args(__doc__, PRESETS, argv, flags)
-    if args.fourier and (args.sfli or args.all):
-        fail("--fourier replaces SFLI; drop --sfli or --all")
-    if args.fourier and args.width % 2:
-        fail("--fourier needs an even --width: half cosines, half sines")
     if args.all and args.at:
         fail("--all runs with and without AT; drop --at")
     if args.near > args.batch:

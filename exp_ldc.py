@@ -343,10 +343,6 @@ def flags(cli):
 
 def main(argv=None):
     args = parse_args(__doc__, PRESETS, argv, flags)
-    if args.fourier and (args.sfli or args.all):
-        fail("--fourier replaces SFLI; drop --sfli or --all")
-    if args.fourier and args.width % 2:
-        fail("--fourier needs an even --width: half cosines, half sines")
     if args.Re > 5000:
         fail(f"--Re {args.Re:g}: the reference is steady and stops at 5000; use a smaller one")
     if args.ref:
