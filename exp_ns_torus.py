@@ -39,8 +39,8 @@ PAPER = dict(steps=100_000, batch=4096, initial=4096, windows=5, arch="modified"
              decay=0.9, decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False)
 PRESETS = {
     "paper": PAPER,
-    "laptop": PAPER | dict(steps=3000, batch=1024, windows=40, arch="mlp", layers=4, width=64, lr=1.2e-2, warmup=100,
-                           decay_every=270, optimizer="soap", formulation="psi", hard_ic=True,
+    "laptop": PAPER | dict(steps=6000, batch=1024, windows=40, arch="mlp", layers=4, width=64, lr=2e-2, warmup=100,
+                           decay_every=240, optimizer="soap", formulation="psi", hard_ic=True,
                            ng=dict(steps=100, batch=600, layers=3, decay=0.9, decay_every=5)),
     "smoke": PAPER | dict(steps=4, batch=32, initial=16, windows=2, layers=1, width=8, decay_every=2),
 }
