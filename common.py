@@ -54,11 +54,10 @@ class FirstLayer(nn.Module):
             return hat(z) if self.kind == "hat" else getattr(torch, self.kind)(z)
         # One product with the expanded square. It cancels gamma^2 |x|^2, for which float32 has too few digits (relative
         # error 6e-4 for gamma = 50, and 1.5e-5 for w x + b without expanding): hence float64 around a thin product.
-        dtype, x, w, b = self.weight.dtype, x.double(), self.weight.double(), self.bias.double()
-        s = squared_distance(x, w, b)
+        s = squared_distance(x, self.weight, self.bias).to(self.weight.dtype)
         # Below exp(-40) = 4e-18 a bump adds nothing to a sum of O(1) terms in either precision, but left
         # alone its tails are subnormal numbers, on which CPUs multiply matrices a hundred times slower.
-        return torch.exp((-s).to(dtype)) * (s < 40)
+        return torch.exp(-s) * (s < 40)
 
     def extra_repr(self):
         return f"{self.kind}, {self.weight.shape[1]} -> {self.weight.shape[0]}"
@@ -570,15 +569,19 @@ def _linear(a, weight, bias=None):
 
 
 def squared_distance(x, w, b):
-    """sum_k (w_ik x_k + b_ik)^2 by one product with the expanded square. In the input of the network itself the first
-    derivatives of a group are unit vectors, for which no product is needed."""
-    by_product = lambda x: F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
-    if not (isinstance(x, Jet) and x.is_input and any(x.plan.groups)):
-        return by_product(x)
+    """sum_k (w_ik x_k + b_ik)^2 in float64 by one product with the expanded square; derivatives of it, in which less
+    cancels, in the precision of w (float32, gamma = 50: wrong by 4e-6 of them at most). In the input of the network
+    itself the first derivatives of a group are unit vectors, for which no product is needed."""
+    by_product = lambda x, w, b: F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
+    if not isinstance(x, Jet):
+        return by_product(x.double(), w.double(), b.double())
     plan, v = x.plan, x.channels[0]
-    s = by_product(Jet([None if group else c for c, group in zip(x.channels, plan.groups)], plan))
+    short = x.is_input and any(plan.groups)
+    s = by_product(Jet([None if group else c for c, group in zip(x.channels, plan.groups)], plan) if short else x, w, b)
+    if w.dtype != torch.float64:
+        s.channels[0] = by_product(v.double(), w.double(), b.double())
     for k, group in enumerate(plan.groups):
-        if group:
+        if group and short:
             w_k, b_k = w.mT[group].unsqueeze(1), b.mT[group].unsqueeze(1)  # [variables, 1, n]
             s.channels[k] = 2 * w_k * (w_k * v.mT[group].unsqueeze(2) + b_k)
             for c, terms in enumerate(plan.chain):
@@ -636,9 +639,6 @@ class Jet:
 
     def map(self, f):
         return Jet([None if c is None else f(c) for c in self.channels], self.plan)
-
-    def double(self):
-        return Jet(self.map(lambda c: c.double()).channels, self.plan, self.is_input)
 
     def to(self, *args):
         return self.map(lambda c: c.to(*args))
