@@ -10,7 +10,8 @@
 AT (advanced techniques): random weight factorization, NTK loss weights, causal weights.
 The paper shows curves and states no error for this example. Ours, relative L2 error on 2 CPU cores: --sfli 2.7e-5,
 2.8e-5, 2.6e-5 (seeds 0-2, 2.5 minutes each); standard first layer 5.0e-5, 3.1e-5, 2.7e-5.
---all, 12 000 steps of Adam, an hour on one core: Baseline 1.5e-1, SFLI 4.3e-2, AT 4.2e-2, AT+SFLI 8.8e-3 (seed 0).
+--all, 12 000 steps of Adam: Baseline 1.5e-1, SFLI 4.3e-2, AT 4.2e-2, AT+SFLI 8.8e-3 (seed 0).
+Minutes on 2 CPU cores: preset laptop 2.5, with --all 60 (on one core); smoke seconds; paper days (a GPU is meant).
 """
 import math
 from pathlib import Path

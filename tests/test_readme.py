@@ -119,6 +119,17 @@ def test_deepxde_snippet():
     exec(text, {})
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_tells_what_to_expect(script, capsys):
+    """Which example, the paper's value, ours, and the minutes of each preset on a CPU."""
+    with pytest.raises(SystemExit) as e:
+        script.main(["--help"])
+    text = capsys.readouterr().out
+    assert e.value.code == 0
+    for pattern in (r"^Example \d", r"(?i)\bpaper\b", r"(?i)\bours\b", r"Minutes on (one|2) CPU core", "laptop", "smoke"):
+        assert re.search(pattern, text, re.M), pattern
+
+
 def test_self_report():
     done = subprocess.run([sys.executable, "common.py"], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
