@@ -158,7 +158,14 @@ def test_script_all(tmp_path, capsys):
     assert float(window["rel_l2"]) == float(rows[-1]["rel_l2"]) and {"causal_last", "weight_u_ic"} <= set(window)
 
 
-@pytest.mark.parametrize("options", [[], ["--formulation", "psi", "--hard-ic", "--optimizer", "ng", "--ic", "random"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--formulation", "psi", "--hard-ic", "--optimizer", "ng", "--ic", "random"],
+        ["--formulation", "uv", "--hard-ic"],
+    ],
+)
 @pytest.mark.parametrize("at", [4, 9])
 def test_resume_inside_any_window(at, options, tmp_path, monkeypatch):
     """Stopped in the first or the second window (5 draws each) and continued: the errors of the undisturbed run."""
