@@ -12,9 +12,10 @@
 Networks see the smoothed lid u = 1 - cosh(50 (x - 1/2)) / cosh(25), eq. (au_boundary). The error is that of the speed
 |u| on a 256 x 256 grid, walls included: rel_l2 against the sharp lid, the paper's measure, and rel_l2_smooth against
 the smoothed one, what the network itself is to blame for. Both references are computed here.
-Paper, speed against its own reference: 3.75% with SFLI, 88.3% without. Ours, preset laptop: @S@%, 3.22%, 3.31% with SFLI
-(seeds 0-2; against the smoothed lid @T@%, 1.21%, 1.57%), 8.26% without (seed 0).
-Minutes on one CPU core: preset laptop 26 with SFLI, 21 without; smoke seconds; paper days (a GPU is meant).
+Paper, speed against its own reference: 3.75% with SFLI, 88.3% without. Ours, preset laptop: 3.38%, 3.22%, 3.31% with
+SFLI (seeds 0-2; against the smoothed lid 1.18%, 1.21%, 1.57%), 8.26% without (seed 0).
+Minutes on one CPU core: preset laptop 26 to 29 with SFLI, 21 without, the other core busy; smoke seconds; paper days
+(a GPU is meant).
 """
 import argparse
 import math
