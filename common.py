@@ -1733,13 +1733,16 @@ def settings_of(args, *skip):
 
 def configurations(args, experiment, choices, name):
     """The runs of a script: args alone, or with --all one for each of `choices`; name(args) is for --resume."""
-    if getattr(args, "fourier", None) and (args.sfli or args.all):
-        fail("--fourier replaces SFLI; drop --sfli or --all")
-    if getattr(args, "fourier", None) and args.width % 2:
-        fail("--fourier needs an even --width: half cosines, half sines")
     runs = [argparse.Namespace(**vars(args) | choice) for choice in (choices if args.all else [{}])]
     check_resume(args, experiment, [name(a) for a in runs])
     return runs
+
+
+def check_fourier(args):
+    if args.fourier and (args.sfli or args.all):
+        fail("--fourier replaces SFLI; drop --sfli or --all")
+    if args.fourier and args.width % 2:
+        fail("--fourier needs an even --width: half cosines, half sines")
 
 
 def check_resume(args, experiment, configs):

@@ -11,7 +11,7 @@ AT (advanced techniques): random weight factorization, NTK loss weights, causal 
 The paper shows curves and states no error for this example. Ours, relative L2 error on 2 CPU cores: --sfli 2.7e-5,
 2.8e-5, 2.6e-5 (seeds 0-2, 2.5 minutes each); standard first layer 5.0e-5, 3.1e-5, 2.7e-5.
 --all, 12 000 steps of Adam: Baseline 1.5e-1, SFLI 4.3e-2, AT 4.2e-2, AT+SFLI 8.8e-3 (seed 0).
-Minutes on 2 CPU cores: preset laptop 2.5, with --all 60 (on one core); smoke seconds; paper days (a GPU is meant).
+Minutes on 2 CPU cores: preset laptop 2.5, with --all 60 (on one core); smoke seconds; paper not timed (a GPU is meant).
 """
 import math
 from pathlib import Path
@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from common import (MLP, FourierFeatures, Periodic, PirateNet, cached, configurations, curve, fail, figure, grid, jet,
-                    natural, parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform, volume)
+from common import (MLP, FourierFeatures, Periodic, PirateNet, cached, check_fourier, configurations, curve, fail,
+                    figure, grid, jet, natural, parse_args, positive, relative_l2, run, save_figure, sfli, shape,
+                    uniform, volume)
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -209,6 +210,7 @@ def flags(cli):
 
 def main(argv=None):
     args = parse_args(__doc__, PRESETS, argv, flags)
+    check_fourier(args)
     if args.all and args.at:
         fail("--all runs with and without AT; drop --at")
     if args.near > args.batch:

@@ -14,8 +14,8 @@ Networks see the smoothed lid u = 1 - cosh(50 (x - 1/2)) / cosh(25), eq. (au_bou
 the smoothed one, what the network itself is to blame for. Both references are computed here.
 Paper, speed against its own reference: 3.75% with SFLI, 88.3% without. Ours, preset laptop: 3.38%, 3.22%, 3.31% with
 SFLI (seeds 0-2; against the smoothed lid 1.18%, 1.21%, 1.57%), 8.26% without (seed 0).
-Minutes on one CPU core: preset laptop 26 to 29 with SFLI, 21 without, the other core busy; smoke seconds; paper days
-(a GPU is meant).
+Minutes on one CPU core: preset laptop 26 to 29 with SFLI, 21 without, the other core busy; smoke seconds; paper not
+timed (a GPU is meant).
 """
 import argparse
 import math
@@ -25,8 +25,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from common import (MLP, FourierFeatures, ModifiedMLP, PirateNet, cached, configurations, curve, fail, figure, grid,
-                    jet, parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform, volume)
+from common import (MLP, FourierFeatures, ModifiedMLP, PirateNet, cached, check_fourier, configurations, curve, fail,
+                    figure, grid, jet, parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform,
+                    volume)
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -345,6 +346,7 @@ def flags(cli):
 
 def main(argv=None):
     args = parse_args(__doc__, PRESETS, argv, flags)
+    check_fourier(args)
     if args.Re > 5000:
         fail(f"--Re {args.Re:g}: the reference is steady and stops at 5000; use a smaller one")
     if args.ref:

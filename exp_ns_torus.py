@@ -12,8 +12,8 @@ of its window, as a Fourier series of 65 x 65 modes. rel_l2 is the relative L2 e
 Laptop: 40 windows, exact initial values (--hard-ic) and a network for stream function and vorticity (--formulation psi,
 u = psi_y, v = -psi_x) by SOAP.
 Paper, error of w at T = 10: 8.99e-2 with SFLI, 2.96e-1 without. Ours, preset laptop, seed 0: 3.4e-1 with
-SFLI (4.2e-2 at t = 2, 1.15e-1 at t = 5); without it not run.
-Minutes on one CPU core: preset laptop 56 with other work on the core; smoke seconds; paper days (a GPU is meant).
+SFLI (4.5e-2 at t = 2, 1.15e-1 at t = 5); without it not run.
+Minutes on one CPU core: preset laptop 56 with other work on the core; smoke seconds; paper not timed (a GPU is meant).
 The initial vorticity in data/ is that of the paper, regenerated from jaxpi's recipe (maximal speed 3, log-normal
 spectrum at k = 2, JAX key 0) and stored as Fourier modes: w = 2 Re sum_j c_j exp(i k_j . x), |k| <= 32.
 """
