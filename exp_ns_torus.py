@@ -38,12 +38,12 @@ M = 32  # modes -M..M in either direction
 GAMMA = {"gauss": math.sqrt(1.5), "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 1
 # Table ns_tori. steps is per window. It does not say how many initial points: as many as inside.
 PAPER = dict(steps=100_000, batch=4096, initial=4096, windows=5, arch="modified", layers=4, width=256, lr=1e-3,
-             decay=0.9, decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False)
+             decay=0.9, decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False, fade=None)
 PRESETS = {
     "paper": PAPER,
-    "laptop": PAPER | dict(steps=6000, batch=1024, windows=40, arch="mlp", layers=4, width=64, lr=2e-2, warmup=100,
-                           decay_every=240, optimizer="soap", formulation="psi", hard_ic=True,
-                           ng=dict(steps=100, batch=600, layers=3, decay=0.9, decay_every=5)),
+    "laptop": PAPER | dict(steps=9000, batch=1024, windows=40, arch="mlp", layers=4, width=64, lr=2e-2, warmup=100,
+                           decay_every=360, optimizer="soap", formulation="psi", hard_ic=True, fade=5.0,
+                           ng=dict(steps=100, batch=600, layers=3, decay=0.9, decay_every=5, fade=None)),
     "smoke": PAPER | dict(steps=4, batch=32, initial=16, windows=2, layers=1, width=8, decay_every=2),
 }
 CHUNKS = 32  # of time, for the causal weights
@@ -278,6 +278,13 @@ def sizes(C, length, args):
     return torch.tensor(scale, device=args.device), numbers
 
 
+def steps_of(args):
+    """Steps of each window: args.steps on average, less from window to window, by a factor e over args.fade. The flow
+    multiplies early errors (README), so that the early windows are worth more steps."""
+    share = [math.exp(-k * T / args.windows / args.fade) if args.fade else 1.0 for k in range(args.windows)]
+    return [max(1, round(args.steps * s * args.windows / sum(share))) for s in share]
+
+
 def name(args):
     first = f"sfli-{args.sfli}" if args.sfli else "baseline"
     return first if not args.ic else f"{first}-{Path(args.ic).stem}" + (f"-{args.seed}" if args.ic == "random" else "")
@@ -298,7 +305,9 @@ def fit(args, w0):
     gamma = shape(args, args.sfli, GAMMA, omega, points, volume(omega), embedding())
     C = stream(w0) if args.formulation == "psi" else velocity(w0)
     rows, seconds, ranks = [{"t": 0.0, "rel_l2": 0.0}], 0.0, []
-    for k in range(args.windows):
+    for k, steps in enumerate(steps_of(args)):
+        ours = argparse.Namespace(**vars(args) | dict(steps=steps, warmup=args.warmup * steps / args.steps,
+                                                      decay_every=args.decay_every * steps / args.steps))
         known = table(C if args.formulation == "psi" or not args.hard_ic else C[:2],
                       (2 if args.formulation == "psi" else 3) if args.hard_ic else 0)
         known = {key: value.to(device) for key, value in known.items()}
@@ -317,7 +326,7 @@ def fit(args, w0):
             e = errors(net)
             return {"rel_l2": e[-1], "rel_l2_window": sum(e) / len(e)}
 
-        nets, history = run(args, "ns_torus", f"{name(args)}/window{k + 1}", build,
+        nets, history = run(ours, "ns_torus", f"{name(args)}/window{k + 1}", build,
                             lambda g: draw(g, args, omega, known),
                             residuals(args.formulation, args.hard_ic, end / length), evaluate, points, volume(omega),
                             gamma, weighting="grad_norm" if args.causal else "fixed",
@@ -371,7 +380,9 @@ def plot(results, path):
 
 def flags(cli):
     cli.add_argument("--ic", metavar="FILE", help="initial vorticity: random, or .npz with w [x, y] on a uniform grid")
-    cli.add_argument("--windows", type=positive(int), help="time windows; --steps is per window")
+    cli.add_argument("--windows", type=positive(int), help="time windows; --steps is per window, on average")
+    cli.add_argument("--fade", type=positive(float), metavar="TIME",
+                     help="steps per window fall by a factor e over this time; laptop 5, otherwise all alike")
     cli.add_argument("--arch", choices=["modified", "pirate", "mlp"], help="modified MLP, PirateNet or MLP")
     cli.add_argument("--layers", type=positive(int), help="layers, or residual blocks of the PirateNet")
     cli.add_argument("--initial", type=positive(int), help="points of the initial losses")

@@ -226,3 +226,18 @@ def test_paper_preset_is_the_table(tmp_path):
     want |= dict(decay=0.9, decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False)
     assert {k: getattr(args, k) for k in want} == want
     assert exp_ns_torus.GAMMA["gauss"] == math.sqrt(1.5) and exp_ns_torus.CHUNKS == 32
+
+
+def test_steps_fade_over_the_windows(tmp_path):
+    """--steps on average, a factor e less after --fade; the schedule of each window stretches with its own steps."""
+    line = "--windows 4 --steps 20 --fade 2.5 --preset smoke --no-plot --layers 1".split()
+    exp_ns_torus.main([*line, "--out", str(tmp_path)])
+    configs = [json.loads((tmp_path / f"ns_torus/baseline/window{k}/config.json").read_text()) for k in range(1, 5)]
+    steps = [c["steps"] for c in configs]
+    share = [math.exp(-k) for k in range(4)]
+    assert steps == [round(80 * s / sum(share)) for s in share] and abs(sum(steps) - 80) <= 2
+    every = exp_ns_torus.PRESETS["smoke"]
+    assert all(c["decay_every"] == pytest.approx(every["decay_every"] * c["steps"] / every["steps"]) for c in configs)
+    rows = (tmp_path / "ns_torus/baseline/window1/history.csv").read_text().splitlines()
+    assert rows[-1].split(",")[0] == str(steps[0])
+    exp_ns_torus.main([*line, "--out", str(tmp_path), "--resume"])

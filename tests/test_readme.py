@@ -152,7 +152,7 @@ OWN = {
     exp_function_fit: ([], [], ["--figure"]),
     exp_high_dim: (["--dims", "--search-steps", "--search-seeds"], ["--C-grid"], []),
     exp_ldc: (["--layers", "--walls"], ["--fourier", "--Re", "--steepness"], ["--arch"]),
-    exp_ns_torus: (["--layers", "--initial", "--windows"], [], ["--arch", "--formulation"]),
+    exp_ns_torus: (["--layers", "--initial", "--windows"], ["--fade"], ["--arch", "--formulation"]),
     exp_parabolic: (["--dims"], [], []),
     exp_spectral_bias: ([], [], []),
 }
