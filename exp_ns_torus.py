@@ -263,8 +263,9 @@ def hand_over(end, formulation):
 
 
 def sizes(C, length, args):
-    """scale [2] of the ansatz, and the numbers that residuals() wants in the batch: how fast the initial fields change
-    by advection (psi: half of what u does, as k = 2), and a third of w; all 1 without --hard-ic."""
+    """The numbers that residuals() wants in the batch: how much the initial fields change by advection over the window
+    (psi: half of what u does, as k = 2), how fast w does, and a third of w; all 1 without --hard-ic."""
+    scale, size = (1.0, 1.0), (1.0, 1.0)
     if args.hard_ic:
         D = velocity(C[-1])
         f, f_x, f_y = (on_grid(part, 96) for part in (D, 1j * K[:, None] * D, 1j * K * D))
@@ -272,10 +273,7 @@ def sizes(C, length, args):
         u, v, w = rms(f[0] * f_x + f[1] * f_y)
         scale, size = ((u / 2, w) if args.formulation == "psi" else (u, v)), (w, rms(f)[2] / 3)
         scale = [length * s for s in scale]
-    else:
-        scale, size = (1.0, 1.0), (1.0, 1.0)
-    numbers = {"scale_0": scale[0], "scale_1": scale[1], "size_w": size[0], "size_1": size[1]}
-    return torch.tensor(scale, device=args.device), numbers
+    return {"scale_0": scale[0], "scale_1": scale[1], "size_w": size[0], "size_1": size[1]}
 
 
 def steps_of(args):
@@ -311,7 +309,8 @@ def fit(args, w0):
         known = table(C if args.formulation == "psi" or not args.hard_ic else C[:2],
                       (2 if args.formulation == "psi" else 3) if args.hard_ic else 0)
         known = {key: value.to(device) for key, value in known.items()}
-        scale, numbers = sizes(C, length, args)
+        numbers = sizes(C, length, args)
+        scale = torch.tensor([numbers["scale_0"], numbers["scale_1"]], device=device)
 
         def build(generator):
             arch = {"modified": ModifiedMLP, "pirate": PirateNet, "mlp": MLP}[args.arch]

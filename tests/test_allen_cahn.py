@@ -1,6 +1,7 @@
 """Example 4: the reference against another integrator, the residual on a known function, the draws, SIGKILL."""
 
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -131,10 +132,9 @@ def test_sigkill_and_resume(flags, kept, tmp_path):
         shutil.copytree(kept, tmp_path / run / "allen_cahn")
     arguments = f"--sfli --at --preset smoke --no-plot --steps {steps} {flags} --out".split()
     start = lambda out, *more: subprocess.Popen(
-        [sys.executable, "-c", RUN, *arguments, str(out), *more], cwd=ROOT, stdout=subprocess.DEVNULL
-    )
-    assert start(tmp_path / "whole").wait(300) == 0
-    process = start(tmp_path / "killed")
+        [sys.executable, "-c", RUN, *arguments, str(out), *more], cwd=ROOT, stdout=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    whole, process = (start(tmp_path / run) for run in ("whole", "killed"))  # side by side
     path = tmp_path / "killed/allen_cahn/at-sfli-gauss/history.csv"
     until = time.monotonic() + 200
     while not (path.exists() and path.read_text().count("\n") > 20):
@@ -144,7 +144,7 @@ def test_sigkill_and_resume(flags, kept, tmp_path):
     assert process.wait() == -signal.SIGKILL
     killed = tmp_path / "killed/allen_cahn/at-sfli-gauss/checkpoint.pt"
     assert 10 < torch.load(killed, weights_only=True)["step"] < steps
-    assert start(tmp_path / "killed", "--resume").wait(300) == 0
+    assert start(tmp_path / "killed", "--resume").wait(300) == 0 and whole.wait(300) == 0
     a, b = (torch.load(tmp_path / f"{run}/allen_cahn/at-sfli-gauss/checkpoint.pt", weights_only=True)
             for run in ("whole", "killed"))  # fmt: skip
     assert all(torch.equal(a["params"][k], b["params"][k]) for k in a["params"])

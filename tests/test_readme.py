@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,16 +32,16 @@ def commands():
     """Every command of the README that starts python or torchrun, in code blocks and in the text."""
     text = README.replace("&&", "\n").replace("\\\n", " ")
     found = re.findall(r"(?:^|`)((?:python|torchrun) [^`\n#]+)", text, re.M)
-    return sorted({c.strip() for c in found} - {"python3 -m venv .venv"})
+    return sorted({c.strip() for c in found} - {"python3 -m venv .venv", "python common.py"})  # test_self_report
 
 
 def test_the_readme_has_commands():
     assert len([c for c in commands() if c.startswith("python exp_")]) >= 8
 
 
-@pytest.mark.parametrize("command", commands())
-def test_readme_command(command, tmp_path):
-    """In smoke form: presets, sizes and times replaced. Benchmarks show their help, which imports all they need."""
+def smoke(command, out):
+    """The command in smoke form: presets, sizes and times replaced. Benchmarks show their help, which imports all they
+    need."""
     argv = shlex.split(command)
     if "exp_" in command:
         for flag in ("--preset", "--seeds", "--steps", "--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--rdzv-id",
@@ -53,16 +54,30 @@ def test_readme_command(command, tmp_path):
             argv[at:end] = ["--dims", "5"]
         elif "exp_high_dim" in command or "exp_parabolic" in command:
             argv += ["--dims", "5"]
-        argv += ["--preset", "smoke", "--out", str(tmp_path), "--no-plot"]
+        argv += ["--preset", "smoke", "--out", str(out), "--no-plot"]
     elif "tests/" in command:
         argv = [*argv[:2], "--help"]
     if argv[0] == "torchrun":
         argv[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     else:
         argv[0] = sys.executable
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300,
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def done(request, tmp_path_factory):
+    """Every command that a test asks for, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        asked = [item.callspec.params["command"] for item in request.session.items
+                 if item.originalname == "test_readme_command"]  # fmt: skip
+        yield {command: pool.submit(smoke, command, tmp_path_factory.mktemp("readme")) for command in asked}
+
+
+@pytest.mark.parametrize("command", commands())
+def test_readme_command(command, done):
+    result = done[command].result()
+    assert result.returncode == 0, result.stderr
 
 
 def snippets():

@@ -66,8 +66,7 @@ def test_stopped_at_random_moments(number, driver, tmp_path):
     """Ten times by SIGKILL, three times by SIGTERM or SIGINT: in the end the parameters and the history of the
     undisturbed run. The polite signals finish the step, save, and print the command that continues."""
     rng = random.Random(number)
-    whole = start(driver, str(tmp_path / "whole"))
-    assert whole.communicate(timeout=120)[0] == "done\n"
+    whole = start(driver, str(tmp_path / "whole"))  # side by side with the other
     times, argv = 10 if number == signal.SIGKILL else 3, [str(tmp_path / "cut")]
     for k in range(times):
         process = start(driver, *argv)
@@ -86,7 +85,7 @@ def test_stopped_at_random_moments(number, driver, tmp_path):
             assert shlex.split(match.group(2)) == [str(driver), str(tmp_path / "cut"), "--resume"]
         argv = [str(tmp_path / "cut"), "--resume"]
     process = start(driver, *argv)
-    assert process.communicate(timeout=120)[0] == "done\n"
+    assert process.communicate(timeout=120)[0] == "done\n" == whole.communicate(timeout=120)[0]
     assert same(state(tmp_path / "cut"), state(tmp_path / "whole"))
     left = {"checkpoint.pt", "checkpoint_previous.pt", "history.csv"}
     names = {p.name for p in (tmp_path / "cut").iterdir()}
