@@ -1115,7 +1115,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
         step, seconds, history, count = state["step"], state["seconds"], state["history"], state["count"]
     start = saved = time.perf_counter()
     bar = progress(steps, step)
-    ticks, looking = [], 0.0  # for the estimate of the time: ends of the first steps, seconds of one evaluation
+    # For the estimate of the time: ends of the first steps without evaluations, seconds of one, of all evaluations.
+    ticks, looking, looked = [], 0.0, 0.0
     while step <= steps:
         record = step % every == 0 or step == steps
         batch = draw()
@@ -1175,6 +1176,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                     raise FloatingPointError(f"the loss has diverged: {last['loss']:.1e} at step {step}, most of it "
                                              f"{term}, after {best:.1e}; try a smaller --lr or a smaller --gamma")
             looking = seconds + time.perf_counter() - start - now
+            looked += looking
             if bar:
                 shown = ("loss", "rel_l2", "eps_rank", "damping", "eta")
                 bar.set_postfix({k: f"{row[k]:.3g}" for k in shown if k in row}, refresh=False)
@@ -1193,7 +1195,7 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
                 bar.update()
         step += 1
         if len(ticks) < 20:
-            ticks.append(time.perf_counter())
+            ticks.append(time.perf_counter() - looked)
             if len(ticks) == 20:
                 usual = sorted(b - a for a, b in zip(ticks, ticks[1:]))[9]  # the first steps compile
                 minutes = ((steps - step) * usual + (steps - step) // every * looking) / 60

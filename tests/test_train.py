@@ -278,3 +278,23 @@ def test_plain_module_trains():
     )
     assert history[-1]["loss"] < 0.02 * history[0]["loss"]
     assert len(history) == 101 and json.dumps(history)
+
+
+@pytest.mark.parametrize("steps, told", [(100, "80 steps to go: about 4 min"), (2000, "1980 steps to go: about 36 min")])
+def test_estimate_of_the_time(steps, told, monkeypatch, capsys):
+    """A clock on which a draw takes 1 s, an evaluation 2 s: every step is evaluated, or every 20th."""
+    clock = [0.0]
+    monkeypatch.setattr(common.time, "perf_counter", lambda: clock[0])
+
+    def sample(generator):
+        clock[0] += 1
+        return {"x": uniform(OMEGA, 4, generator)}
+
+    def evaluate(net):
+        clock[0] += 2
+        return {}
+
+    stop = lambda: clock[0] > 100
+    with pytest.raises(common.Stopped):
+        train(MLP(2, 4, 1), sample, lambda net, b: {"fit": net(b["x"])[:, 0]}, steps, evaluate=evaluate, stop=stop)
+    assert told in capsys.readouterr().out
