@@ -13,9 +13,9 @@ Networks see the smoothed lid u = 1 - cosh(50 (x - 1/2)) / cosh(25), eq. (au_bou
 |u| on a 256 x 256 grid, walls included: rel_l2 against the sharp lid, the paper's measure, and rel_l2_smooth against
 the smoothed one, what the network itself is to blame for. Both references are computed here.
 Paper, speed against its own reference: 3.75% with SFLI, 88.3% without. Ours, preset laptop: 3.38%, 3.22%, 3.31% with
-SFLI (seeds 0-2; against the smoothed lid 1.18%, 1.21%, 1.57%), 8.26% without (seed 0).
-Minutes on one CPU core: preset laptop 26 to 29 with SFLI, 21 without, the other core busy; smoke seconds; paper not
-timed (a GPU is meant).
+SFLI (seeds 0-2; against the smoothed lid 1.18%, 1.21%, 1.57%), 8.26% without (seed 0); 3.59% at Re = 5000.
+Minutes on one CPU core: preset laptop 23 to 29 with SFLI, 21 without, 35 with --fourier, the other core busy; smoke
+seconds; paper 144 hours on 2 cores by its own estimate (a GPU is meant).
 """
 import argparse
 import math
@@ -251,7 +251,8 @@ def fit(args):
     """Train one configuration; -> history, and x, y, speeds of the reference and the prediction."""
     points = grid(OMEGA, 50).to(args.device)  # for the eps-rank
     gamma = shape(args, args.sfli, GAMMA, OMEGA, points, volume(OMEGA))
-    size = dict(n=33, levels=(16, 24)) if args.preset == "smoke" else {}
+    coarse = (16, 24) if args.Re <= 1000 else (32, 40)  # on fewer points Newton's method fails at higher Re
+    size = dict(n=33, levels=coarse) if args.preset == "smoke" else {}
     fields = {lid: reference(args.Re, lid, folder=Path(args.out) / "ldc", steepness=args.steepness, **size)
               for lid in ("sharp", "smooth")}
     sharp, smooth = (np.hypot(u, v) for *_, u, v in fields.values())
