@@ -14,7 +14,7 @@ Networks see the smoothed lid u = 1 - cosh(50 (x - 1/2)) / cosh(25), eq. (au_bou
 the smoothed one, what the network itself is to blame for. Both references are computed here.
 Paper, speed against its own reference: 3.75% with SFLI, 88.3% without. Ours, preset laptop: 3.38%, 3.22%, 3.31% with
 SFLI (seeds 0-2; against the smoothed lid 1.18%, 1.21%, 1.57%), 8.26% without, 3.59% at Re = 5000 (seed 0).
-Random Fourier features, seed 0: 3.24%, and 3.62% with the 27 000 steps that cost as much as ours with SFLI.
+Random Fourier features, seed 0: 3.24%, and 3.62% with 27 000 steps, about what ours with SFLI cost.
 Minutes on one CPU core: preset laptop 23 to 29 with SFLI, 21 without, 35 with --fourier, the other core busy; smoke
 seconds; paper 144 hours on 2 cores by its own estimate (a GPU is meant).
 """

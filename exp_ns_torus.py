@@ -159,8 +159,8 @@ def solve(w, times, n, rate):
 
 def reference(times, n=128, w0=None, folder=None, size=384, rate=320):
     """x, y [n], w [times, x, y], from the modes w0 (default: the paper's). Kept in `folder`. `size`: points a
-    side of the solver. Measured up to T = 10: twice as many steps change w by at most 7e-7, twice as many points by
-    1.3e-11."""
+    side of the solver. Measured up to T = 10: twice as many steps change w by at most 7e-7 (256 points a side), twice
+    as many points by 1.3e-11 (160 steps per unit of time)."""
     w0 = initial_vorticity(None, 0) if w0 is None else w0
     if size % n:
         raise ValueError(f"reference: {n} points a side must divide the {size} of the solver")
