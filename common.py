@@ -1367,14 +1367,17 @@ def previous(path):
 
 
 def save_checkpoint(path, state):
-    """Write the checkpoint; the one before stays as checkpoint_previous.pt."""
+    """Write the checkpoint; the one before stays as checkpoint_previous.pt. At no moment is there none of the name."""
     buffer = io.BytesIO()  # so that a full disk is an OSError
     torch.save(state, buffer)
 
     def write(tmp):
         tmp.write_bytes(buffer.getvalue())
         if path.exists():
-            os.replace(path, previous(path))
+            try:
+                atomically(previous(path), lambda link: os.link(path, link))  # a second name, not a move
+            except OSError:  # a file system without hard links: a kill before the next rename leaves the previous one
+                os.replace(path, previous(path))
 
     atomically(path, write)
 

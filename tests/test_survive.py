@@ -122,6 +122,32 @@ def small(folder, **options):
     return net, history
 
 
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_killed_between_the_renames(links, tmp_path, monkeypatch):
+    """Before each change of a name in a save the checkpoint is there and whole, the old one or the new one; on a file
+    system without hard links it or the previous one."""
+    path, seen = tmp_path / "checkpoint.pt", []
+    replace, link = os.replace, os.link
+
+    def look(*args):
+        seen.append(common.load_checkpoint(path, None)["step"])
+        assert path.exists() or not links
+        return args
+
+    def no_link(*args):
+        raise OSError("no hard links here")
+
+    common.save_checkpoint(path, {"config": None, "step": 0})
+    monkeypatch.setattr(os, "replace", lambda *args: replace(*look(*args)))
+    monkeypatch.setattr(os, "link", (lambda *args: link(*look(*args))) if links else no_link)
+    for step in (1, 2):
+        common.save_checkpoint(path, {"config": None, "step": step})
+    look()
+    assert seen == ([0, 0, 0, 1, 1, 1, 2] if links else [0, 0, 1, 1, 2])
+    assert torch.load(common.previous(path))["step"] == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint.pt", "checkpoint_previous.pt"]
+
+
 class Hostile:
     def __reduce__(self):
         return os.system, ("touch " + shlex.quote(self.path),)
