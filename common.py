@@ -550,7 +550,7 @@ def _pow(a, p):
 
 def _matmul(a, w):
     """a @ w for a constant w: one product over all channels where they have the value's shape. Their rows are put one
-    below the other: [channels, batch, n], stacked over seeds, inductor takes for a channels-last image and transposes."""
+    below the other: [channels, batch, n] stacked over seeds inductor takes for a channels-last image and transposes."""
     if not isinstance(a, Jet) or isinstance(w, Jet):
         raise NotImplementedError("jet: a matrix product takes the jet on the left and a constant on the right")
     v = a.channels[0]
@@ -571,8 +571,8 @@ def _linear(a, weight, bias=None):
 def squared_distance(x, w, b):
     """sum_k (w_ik x_k + b_ik)^2 in float64 by one product with the expanded square; derivatives of it, in which less
     cancels, in the precision of w (float32, gamma = 50: wrong by 4e-6 of them at most). In the input of the network
-    itself the first derivatives of a group are unit vectors: that in x_k is 2 w_ik^2 x_k + 2 w_ik b_ik, here as products
-    with two terms, which inductor leaves in one piece; from fused elementwise code it takes five times longer."""
+    itself the first derivatives of a group are unit vectors: that in x_k is 2 w_ik^2 x_k + 2 w_ik b_ik, as a product of
+    depth two, which inductor leaves in one piece; its fused elementwise code takes five times longer."""
     by_product = lambda x, w, b: F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
     if not isinstance(x, Jet):
         return by_product(x.double(), w.double(), b.double())
@@ -584,7 +584,8 @@ def squared_distance(x, w, b):
     for k, group in enumerate(plan.groups):
         if group and short:
             w_k, b_k, v_k = w.mT[group], b.mT[group], v.mT[group]  # [variables, n] and [variables, batch]
-            s.channels[k] = torch.stack([v_k, torch.ones_like(v_k)], -1) @ torch.stack([2 * w_k * w_k, 2 * w_k * b_k], 1)
+            factors = torch.stack([2 * w_k * w_k, 2 * w_k * b_k], 1)  # [variables, 2, n]
+            s.channels[k] = torch.stack([v_k, torch.ones_like(v_k)], -1) @ factors
             for c, terms in enumerate(plan.chain):
                 for m in [m for used, m in terms if used == (k, k)]:
                     s.channels[c] = _plus(s.channels[c], 2 * m * (w_k * w_k).sum(0))

@@ -3,6 +3,7 @@
     python tests/bench_step.py                                      the table of the README
     python tests/bench_step.py ac --peer "python peer_jax.py"       and a peer printing min=...ms, before and after
     python tests/bench_step.py seeds                                five stacked seeds against five runs
+    python tests/bench_step.py sfli                                 SFLI's first layer against the standard one
 
 Run on an idle machine; only the ratios mean anything. Both sides train the same network on the same problem; ours is
 train() with everything it does, compiled; plain is the loop one writes by hand: torch.autograd.grad with
@@ -188,18 +189,29 @@ def bench(problem, steps):
     return 1e3 * min(mine), 1e3 * min(plain), share
 
 
-def seeds(n=5, d=10, steps=400):
-    """Minimum ms per step of n networks of Table 1 in one train(), and n times that of one network, in turn."""
+def stacked_ms(nets, sample, residuals, steps):
+    """Minimum ms per step of these networks in one train()."""
+    at = []  # sample is called once per network and step
+    train(nets, lambda g: at.append(time.perf_counter()) or sample(g), residuals, steps, compile=True)
+    return 1e3 * min(b - a for a, b in zip(at[:: len(nets)], at[len(nets) :: len(nets)]))
 
-    def measure(nets):
-        at = []
-        sample = lambda g: at.append(time.perf_counter()) or {"x": uniform([(-1.0, 1.0)] * d, 1000, g)}
-        train(nets, sample, exp_high_dim.residuals, steps, compile=True)  # sample is called once per network and step
-        return min(b - a for a, b in zip(at[:: len(nets)], at[len(nets) :: len(nets)]))
 
+def seeds(n=5, d=10):
+    """ms per step of n networks of Table 1 in one train(), and n times that of one network, in turn."""
+    sample = lambda g: {"x": uniform([(-1.0, 1.0)] * d, 1000, g)}
     nets = lambda n: [sfli(MLP(d, 128, 3), [(-1.0, 1.0)] * d) for _ in range(n)]
-    runs = [(measure(nets(n)), n * measure(nets(1))) for _ in range(3)]
-    return 1e3 * min(a for a, _ in runs), 1e3 * min(b for _, b in runs)
+    ms = lambda n: stacked_ms(nets(n), sample, exp_high_dim.residuals, 400)
+    runs = [(ms(n), n * ms(1)) for _ in range(3)]
+    return min(a for a, _ in runs), min(b for _, b in runs)
+
+
+def first_layer(n=5, d=10):
+    """ms per step of n networks of Table 2 in one train(), with SFLI and with the standard first layer, in turn."""
+    sample = lambda g: exp_parabolic.draw(g, d, 512)
+    nets = lambda: [MLP(d + 1, 128, 4) for _ in range(n)]
+    structured = lambda: [sfli(net, exp_parabolic.box(d)) for net in nets()]
+    runs = [[stacked_ms(make(), sample, exp_parabolic.residuals, 25) for make in (structured, nets)] for _ in range(3)]
+    return min(a for a, _ in runs), min(b for _, b in runs)
 
 
 def peer_ms(command, name):
@@ -211,15 +223,19 @@ def main():
     problems = {"fit": (fit, 3000), "ac": (ac, 40), "ldc": (ldc, 40), "ns": (ns, 30)}
     problems |= {f"parabolic{d}": (functools.partial(parabolic, d), 25) for d in exp_parabolic.DIMS}
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("problem", nargs="*", help="fit, ac, ldc, ns, parabolic5, 10, 20, 50, seeds (default: all)")
+    cli.add_argument("problem", nargs="*", help="fit, ac, ldc, ns, parabolic5, 10, 20, 50, seeds, sfli (default: all)")
     cli.add_argument("--peer", help="command that is given ac, ldc or ns and prints min=...ms")
     args = cli.parse_args()
-    if unknown := set(args.problem) - {*problems, "seeds"}:
-        cli.error(f"problem: {', '.join(unknown)} unknown; choose from {', '.join(problems)}, seeds")
+    if unknown := set(args.problem) - {*problems, "seeds", "sfli"}:
+        cli.error(f"problem: {', '.join(unknown)} unknown; choose from {', '.join(problems)}, seeds, sfli")
     torch.set_flush_denormal(True)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, minimum ms per step")
     print(f"{'problem':12} {'ours':>8} {'nested':>8} {'ratio':>6} {'peer':>8} {'ratio':>6}  in matrix products")
-    for name in args.problem or [*problems, "seeds"]:
+    for name in args.problem or [*problems, "seeds", "sfli"]:
+        if name == "sfli":
+            with_it, without = first_layer()
+            print(f"five seeds, parabolic, d = 10: SFLI {with_it:.0f}, standard {without:.0f}, {with_it / without:.2f}")
+            continue
         if name == "seeds":
             stacked, apart = seeds()
             print(f"five seeds, d = 10: stacked {stacked:.2f}, one by one {apart:.2f}, ratio {apart / stacked:.2f}")
