@@ -4,11 +4,11 @@ import csv
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from conftest import ROOT
+
 DRIVER = """
 import sys, torch
 sys.path.insert(0, {root!r})

@@ -9,11 +9,12 @@ import shlex
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+
+from conftest import ROOT
 
 import exp_allen_cahn
 import exp_function_fit
@@ -23,7 +24,6 @@ import exp_ns_torus
 import exp_parabolic
 import exp_spectral_bias
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 SCRIPTS = [exp_allen_cahn, exp_function_fit, exp_high_dim, exp_ldc, exp_ns_torus, exp_parabolic, exp_spectral_bias]
 

@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
+from conftest import ROOT
+
 import common
 from common import MLP, train, uniform
 
-ROOT = Path(__file__).resolve().parent.parent
 DRIVER = """
 import sys, time, torch
 sys.path.insert(0, {root!r})
