@@ -6,6 +6,7 @@ Run on an idle machine. The rate of J J^T is its half, n^2 P operations for n ro
 units of the float64 matrix product that this machine does best (2 n^3 operations), measured in turn with it.
 """
 
+import argparse
 import math
 import sys
 import time
@@ -63,12 +64,15 @@ def bench(width, rows, steps):
 
 
 def main():
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--smoke", action="store_true", help="small sizes that say nothing about speed")
+    sizes = ((8, 60, 4),) if cli.parse_args().smoke else ((50, 1000, 15), (80, 2500, 6))
     torch.set_default_dtype(torch.float64)
     torch.set_flush_denormal(True)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float64, minimum seconds per step")
     head = ("Jacobian", "J J^T", "solve", "line search")
     print(f"{'J':>14} " + " ".join(f"{name:>11}" for name in head) + "  Jacobian / J J^T  rate of J J^T")
-    for width, rows, steps in ((50, 1000, 15), (80, 2500, 6)):
+    for width, rows, steps in sizes:
         t, P = bench(width, rows, steps)
         rate = rows**2 * P / t["gram"] / (2 * 2048**3 / t["product"])
         parts = " ".join(f"{t[k]:11.4f}" for k in ("jacobian", "gram", "solve", "line search"))

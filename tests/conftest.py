@@ -1,4 +1,6 @@
+import inspect
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,27 @@ def defaults():
 @pytest.fixture
 def float64():
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture(scope="module")
+def side_by_side(request, tmp_path_factory):
+    """For tests that wait for processes of their own: those of a file that use this fixture run two at a time, each in
+    a thread, from the first of them on; each process has one core. {test: its future}"""
+    names = lambda test: inspect.signature(test.function).parameters
+
+    def start(test):
+        known = getattr(getattr(test, "callspec", None), "params", {}) | {"tmp_path": tmp_path_factory.mktemp("test")}
+        return pool.submit(test.function, **{k: known[k] if k in known else request.getfixturevalue(k)
+                                             for k in names(test)})  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield {test.nodeid: start(test) for test in request.session.items
+               if test.path == request.path and "side_by_side" in test.fixturenames}  # fmt: skip
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Such a test has been started already: wait for it."""
+    if "side_by_side" in pyfuncitem.fixturenames:
+        pyfuncitem.funcargs["side_by_side"][pyfuncitem.nodeid].result()
+        return True

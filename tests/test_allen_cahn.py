@@ -1,7 +1,6 @@
 """Example 4: the reference against another integrator, the residual on a known function, the draws, SIGKILL."""
 
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -122,6 +121,7 @@ exp_allen_cahn.main(sys.argv[1:])
 """
 
 
+@pytest.mark.usefixtures("side_by_side")
 @pytest.mark.parametrize(
     "flags", ["--dtype float32", "--dtype float64", "--dtype float64 --optimizer ng"], ids=["float32", "float64", "ng"]
 )
@@ -132,8 +132,7 @@ def test_sigkill_and_resume(flags, kept, tmp_path):
         shutil.copytree(kept, tmp_path / run / "allen_cahn")
     arguments = f"--sfli --at --preset smoke --no-plot --steps {steps} {flags} --out".split()
     start = lambda out, *more: subprocess.Popen(
-        [sys.executable, "-c", RUN, *arguments, str(out), *more], cwd=ROOT, stdout=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+        [sys.executable, "-c", RUN, *arguments, str(out), *more], cwd=ROOT, stdout=subprocess.DEVNULL)  # fmt: skip
     whole, process = (start(tmp_path / run) for run in ("whole", "killed"))  # side by side
     path = tmp_path / "killed/allen_cahn/at-sfli-gauss/history.csv"
     until = time.monotonic() + 200

@@ -1,13 +1,14 @@
 """torchrun on the CPU (gloo): two processes against one, real scripts, resume."""
 
 import csv
-import os
 import subprocess
 import sys
 
 import pytest
 
 from conftest import ROOT
+
+pytestmark = pytest.mark.usefixtures("side_by_side")
 
 DRIVER = """
 import sys, torch
@@ -37,9 +38,8 @@ train(net, sample, residuals, 60, weighting={weighting!r}, causal=dict(terms=["r
 
 
 def torchrun(*argv, cwd=ROOT):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, argv)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
 
 
 def rows(folder):

@@ -2,13 +2,11 @@
 
 import contextlib
 import io
-import os
 import random
 import re
 import shlex
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -39,9 +37,11 @@ def test_the_readme_has_commands():
     assert len([c for c in commands() if c.startswith("python exp_")]) >= 8
 
 
-def smoke(command, out):
-    """The command in smoke form: presets, sizes and times replaced. Benchmarks show their help, which imports all they
-    need."""
+@pytest.mark.usefixtures("side_by_side")
+@pytest.mark.parametrize("command", commands())
+def test_readme_command(command, tmp_path):
+    """The command in smoke form: presets, sizes and times replaced. The long benchmark shows its help, which imports
+    all it needs."""
     argv = shlex.split(command)
     if "exp_" in command:
         for flag in ("--preset", "--seeds", "--steps", "--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--rdzv-id",
@@ -54,30 +54,30 @@ def smoke(command, out):
             argv[at:end] = ["--dims", "5"]
         elif "exp_high_dim" in command or "exp_parabolic" in command:
             argv += ["--dims", "5"]
-        argv += ["--preset", "smoke", "--out", str(out), "--no-plot"]
+        argv += ["--preset", "smoke", "--out", str(tmp_path), "--no-plot"]
     elif "tests/" in command:
-        argv = [*argv[:2], "--help"]
+        argv = [*argv[:2], "--smoke" if "bench_ng" in command else "--help"]
     if argv[0] == "torchrun":
         argv[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     else:
         argv[0] = sys.executable
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
 
 
-@pytest.fixture(scope="module")
-def done(request, tmp_path_factory):
-    """Every command that a test asks for, two at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        asked = [item.callspec.params["command"] for item in request.session.items
-                 if item.originalname == "test_readme_command"]  # fmt: skip
-        yield {command: pool.submit(smoke, command, tmp_path_factory.mktemp("readme")) for command in asked}
-
-
-@pytest.mark.parametrize("command", commands())
-def test_readme_command(command, done):
-    result = done[command].result()
-    assert result.returncode == 0, result.stderr
+@pytest.mark.usefixtures("side_by_side")
+def test_self_report():
+    done = subprocess.run([sys.executable, "common.py"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for word in (
+        f"torch {torch.__version__}",
+        "threads",
+        "--preset auto is",
+        "torch.compile",
+        "gaussian_gram works",
+        "ms per step",
+    ):
+        assert word in done.stdout, word
 
 
 def snippets():
@@ -143,20 +143,6 @@ def test_help_tells_what_to_expect(script, capsys):
     assert e.value.code == 0
     for pattern in (r"^Example \d", r"(?i)\bpaper\b", r"(?i)\bours\b", r"Minutes on (one|2) CPU core", "laptop", "smoke"):
         assert re.search(pattern, text, re.M), pattern
-
-
-def test_self_report():
-    done = subprocess.run([sys.executable, "common.py"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    for word in (
-        f"torch {torch.__version__}",
-        "threads",
-        "--preset auto is",
-        "torch.compile",
-        "gaussian_gram works",
-        "ms per step",
-    ):
-        assert word in done.stdout, word
 
 
 INTEGERS = ["--steps", "--batch", "--width", "--seeds", "--save-steps"]

@@ -70,6 +70,7 @@ def png(path):
     return path.stat().st_size > 5000 and path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.usefixtures("side_by_side")
 @pytest.mark.parametrize("experiment", SCRIPTS)
 def test_all_from_another_folder(experiment, tmp_path):
     """The real command in a fresh process and folder: every configuration, every file, the figure, the last line."""
@@ -388,6 +389,7 @@ def closure(*roots):
     return found
 
 
+@pytest.mark.usefixtures("side_by_side")
 def test_common_alone_with_torch_and_numpy_only(tmp_path):
     """common.py in an empty folder, in an environment that holds torch, numpy and what they require, nothing else."""
     site, project = tmp_path / "site", tmp_path / "project"
@@ -430,6 +432,7 @@ print("rank", low, high)
     )
 
 
+@pytest.mark.usefixtures("side_by_side")
 def test_importing_has_no_side_effects(tmp_path):
     """Importing prints nothing, writes nothing, loads no optional package, changes no torch setting."""
     code = (

@@ -36,16 +36,12 @@ print("done", flush=True)
 """
 
 
-@pytest.fixture
-def driver(tmp_path):
-    path = tmp_path / "driver.py"
-    path.write_text(DRIVER.format(root=str(ROOT)))
-    return path
-
-
-def start(driver, *argv):
+def start(folder, run, *argv):
+    """folder / driver.py, training into folder / run."""
+    driver = folder / "driver.py"
+    driver.write_text(DRIVER.format(root=str(ROOT)))
     process = subprocess.Popen(
-        [sys.executable, str(driver), *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(driver), str(folder / run), *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "go\n", process.communicate()[1]
     return process
@@ -61,15 +57,16 @@ def same(a, b):
     return a[1:] == b[1:] and all(torch.equal(a[0][k], b[0][k]) for k in a[0])
 
 
+@pytest.mark.usefixtures("side_by_side")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_stopped_at_random_moments(number, driver, tmp_path):
+def test_stopped_at_random_moments(number, tmp_path):
     """Ten times by SIGKILL, three times by SIGTERM or SIGINT: in the end the parameters and the history of the
     undisturbed run. The polite signals finish the step, save, and print the command that continues."""
     rng = random.Random(number)
-    whole = start(driver, str(tmp_path / "whole"))  # side by side with the other
-    times, argv = 10 if number == signal.SIGKILL else 3, [str(tmp_path / "cut")]
+    whole = start(tmp_path, "whole")  # side by side with the other
+    times, argv = 10 if number == signal.SIGKILL else 3, []
     for k in range(times):
-        process = start(driver, *argv)
+        process = start(tmp_path, "cut", *argv)
         if not k:
             while not common.has_checkpoint(tmp_path / "cut"):
                 time.sleep(0.01)
@@ -82,9 +79,9 @@ def test_stopped_at_random_moments(number, driver, tmp_path):
             assert process.returncode == 128 + number and "Traceback" not in err and err.count("\n") == 1
             match = re.fullmatch(r"driver.py: cut: stopped after step (\d+) of 500; continue with: python (.*)\n", err)
             assert state(tmp_path / "cut")[2] == int(match.group(1)) + 1  # nothing lost
-            assert shlex.split(match.group(2)) == [str(driver), str(tmp_path / "cut"), "--resume"]
-        argv = [str(tmp_path / "cut"), "--resume"]
-    process = start(driver, *argv)
+            assert shlex.split(match.group(2)) == [str(tmp_path / "driver.py"), str(tmp_path / "cut"), "--resume"]
+        argv = ["--resume"]
+    process = start(tmp_path, "cut", *argv)
     assert process.communicate(timeout=120)[0] == "done\n" == whole.communicate(timeout=120)[0]
     assert same(state(tmp_path / "cut"), state(tmp_path / "whole"))
     left = {"checkpoint.pt", "checkpoint_previous.pt", "history.csv"}
@@ -92,6 +89,7 @@ def test_stopped_at_random_moments(number, driver, tmp_path):
     assert left <= names and all(n.startswith(".") for n in names - left)  # a temporary file of a killed write
 
 
+@pytest.mark.usefixtures("side_by_side")
 def test_script_prints_the_command_that_continues(tmp_path):
     """SIGTERM to a real script; the printed command, run as printed, finishes the run."""
     argv = ["exp_function_fit.py", "--sfli", "--preset", "smoke", "--steps", "1500", "--compile", "off", "--out",
@@ -187,14 +185,16 @@ def test_damaged_checkpoints(damage, tmp_path, capsys):
     assert not (tmp_path / "harmed").exists()
 
 
-def test_a_full_disk(driver, tmp_path):
+@pytest.mark.usefixtures("side_by_side")
+def test_a_full_disk(tmp_path):
     """A limit on the size of files, met by the checkpoint after the disk was fine before: one line, status 2, and the
     last checkpoint still loads."""
-    process = start(driver, str(tmp_path / "run"))
+    process = start(tmp_path, "run")
     while not common.has_checkpoint(tmp_path / "run"):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
+    driver = tmp_path / "driver.py"
     code = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)); "
         f"sys.argv = [{str(driver)!r}, {str(tmp_path / 'run')!r}, '--resume']; runpy.run_path({str(driver)!r})"
@@ -205,7 +205,7 @@ def test_a_full_disk(driver, tmp_path):
         done.stderr
     )
     assert same(state(tmp_path / "run"), before) or (tmp_path / "run/checkpoint_previous.pt").exists()
-    resumed = start(driver, str(tmp_path / "run"), "--resume")
+    resumed = start(tmp_path, "run", "--resume")
     assert resumed.communicate(timeout=120)[0] == "done\n"
 
 
@@ -216,9 +216,9 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     assert e.value.code == 2 and "--out: cannot write to" in capsys.readouterr().err
 
 
-def test_two_runs_in_one_folder(driver, tmp_path, capsys):
+def test_two_runs_in_one_folder(tmp_path, capsys):
     """The second is refused and leaves the first alone; when the first is gone the folder is free."""
-    first = start(driver, str(tmp_path / "run"))
+    first = start(tmp_path, "run")
     with pytest.raises(SystemExit) as e, common.reported(tmp_path / "run"):
         raise AssertionError("not reached")
     assert e.value.code == 2 and "another run is writing" in capsys.readouterr().err
