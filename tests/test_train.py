@@ -121,6 +121,22 @@ def test_compiled_blocks_equal_eager(float64, monkeypatch):
     assert [row["loss"] for row in a] == pytest.approx([row["loss"] for row in b], rel=1e-10)
 
 
+@needs_compiler
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
+@pytest.mark.parametrize("seeds", [1, 2], ids=["parts", "stacked"])
+def test_products_by_onednn(seeds, monkeypatch):
+    """As where MKL is slow: the compiled step calls oneDNN, and after four steps the losses are those of uncompiled
+    training, to the rounding of float32."""
+    make = lambda: [network(s, 40) for s in range(seeds)]
+    monkeypatch.setattr(common, "WHOLE_STEP", 0)
+    monkeypatch.setattr(common, "half_speed_mkl", lambda: True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compiled = train(make(), sample, residuals, 4, compile=True)
+    eager = train(make(), sample, residuals, 4)
+    assert [row["loss"] for row in compiled] == pytest.approx([row["loss"] for row in eager], rel=1e-4)
+    assert sum(e.count for e in profile.key_averages() if e.key == "sfli::mm") >= 2 * 5  # forwards, backwards
+
+
 def test_whole_step_of_the_tables():
     """Example 7 in 50 dimensions is compiled as a whole, 1.6 times faster than by its parts; the cavity's is not."""
     parameters_of = lambda net: sum(p.numel() for p in net.parameters())
