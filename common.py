@@ -1070,7 +1070,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay
     whole = compile and ranks == 1 and (len(nets) > 1 or sum(p.numel() for p in values.values()) < WHOLE_STEP)
     if compile:
         torch.compiler.reset()  # the runs of --all would fill the compiler's list of variants and end up uncompiled
-        options = dict(dynamic=False, options={"post_grad_custom_post_pass": by_onednn()} if half_speed_mkl() else None)
+        slow = device.type == "cpu" and half_speed_mkl()
+        options = dict(dynamic=False, options={"post_grad_custom_post_pass": by_onednn()} if slow else None)
     if whole:
         compiled = torch.compile(torch.func.grad_and_value(objective, has_aux=True), **options)
     elif compile:
