@@ -10,9 +10,9 @@ The source term f = exp(-t) (2 d sin |x|^2 + 4 |x|^2 cos |x|^2) is the paper's; 
 Delta cos |x|^2 = -2 d sin |x|^2 - 4 |x|^2 cos |x|^2. The network sees (x, t): gamma of eq. (choice) is that of the
 (d + 1)-dimensional box.
 Paper, SFLI, d = 5, 10, 20, 50: 1.73e-2, 2.03e-2, 3.64e-2, 8.26e-2; baseline 3.12e-2, 7.92e-2, 1.85e-1, 1.11. Ours, five
-seeds, two at d = 50: 1.12e-2, 1.17e-2, 1.9e-2, 6.8e-2; baseline 3.1e-2, 7.8e-2 for d = 5, 10, not run to the end above.
+seeds, two at d = 50: 1.12e-2, 1.17e-2, 1.9e-2, 6.8e-2; baseline 3.1e-2, 7.8e-2, 1.73e-1, 8.9e-1.
 Minutes on one CPU core with other work on it, preset laptop and paper, which are the same: 41 to 48 for d = 5, about 55
-for d = 10, 127 for d = 20, and 111 for d = 50 with two seeds; smoke seconds.
+for d = 10, 90 to 127 for d = 20, and 86 to 111 for d = 50 with two seeds; smoke seconds.
 """
 import argparse
 from pathlib import Path
