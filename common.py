@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import csv
 import ctypes
+import gc
 import io
 import json
 import math
@@ -1303,6 +1304,13 @@ def averaged(x):
     return x / torch.distributed.get_world_size()
 
 
+def gathered(rows):
+    """The rows of all processes, those of the first one first."""
+    parts = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, rows)
+    return sum(parts, [])
+
+
 class _Loss(nn.Module):
     """The objective as a module, for DistributedDataParallel."""
 
@@ -1651,6 +1659,8 @@ def parse_args(description, presets, argv=None, extra=None):
     for key, value in preset.items():
         if getattr(args, key, None) is None:
             setattr(args, key, value)
+    if 1 < args.seeds < world()[1]:
+        fail(f"--seeds: {args.seeds} seeds do not occupy {world()[1]} processes; use as many at least, or one")
     if args.optimizer == "soap":
         if args.seeds > 1:
             fail("--optimizer soap preconditions one network; use --seeds 1 or --optimizer adam")
@@ -1686,11 +1696,16 @@ def join_world(args):
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
-        atexit.register(torch.distributed.destroy_process_group)
-    if 1 < (args.seeds or 1) < ranks:
-        fail(f"--seeds: {args.seeds} seeds do not occupy {ranks} processes; use at least {ranks}, or one")
+        atexit.register(leave_world)
     if world()[0] > 0:
         args.no_plot, sys.stdout = True, open(os.devnull, "w")
+
+
+def leave_world():
+    """Gloo's threads must end before the interpreter, or they abort it now and then: DistributedDataParallel, which
+    holds the group, is left in cycles of references."""
+    gc.collect()
+    torch.distributed.destroy_process_group()
 
 
 def cpu_can_compile():
@@ -1742,9 +1757,7 @@ def run(args, experiment, config, build, sample, residuals, evaluate, points, me
                         save_seconds=args.save_seconds, save_steps=args.save_steps, stop=stop, together=not split,
                         **options)
         if split:
-            parts = [None] * ranks
-            torch.distributed.all_gather_object(parts, history)
-            history = sorted(sum(parts, []), key=lambda row: (row["step"], row["seed"]))
+            history = sorted(gathered(history), key=lambda row: (row["step"], row["seed"]))
             if rank == 0:
                 write_rows(folder / "history.csv", history)
     first, last = history[: len(seeds)], history[-len(seeds) :]

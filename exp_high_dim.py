@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from common import (MLP, check_resume, fail, has_checkpoint, parse_args, plot_dimensions, positive, relative_l2,
-                    reported, run, settings_of, sfli, sfli_generator, table, train, uniform, world)
+from common import (MLP, check_resume, fail, gathered, has_checkpoint, parse_args, plot_dimensions, positive,
+                    relative_l2, reported, run, settings_of, sfli, sfli_generator, table, train, uniform, world)
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -87,24 +87,26 @@ def fit(args, d, C):
 
 
 def search(args, d, grid):
-    """C of the grid with the lowest mean validation error over args.search_seeds seeds, all trained at once."""
-    omega = [(-1.0, 1.0)] * d
+    """C of the grid with the lowest mean validation error over args.search_seeds seeds, all trained at once; under
+    torchrun each process has its share of them."""
+    omega, (rank, ranks) = [(-1.0, 1.0)] * d, world()
     folder = Path(args.out) / "high_dim" / f"d{d}-search"
+    place = folder / f"process{rank}" if ranks > 1 else folder
     seeds = list(range(args.seed, args.seed + args.search_seeds))
-    members, nets = [(C, seed) for C in grid for seed in seeds], []
-    for C, seed in members:
+    mine, nets = [(C, seed) for C in grid for seed in seeds][rank::ranks], []
+    for C, seed in mine:
         torch.manual_seed(seed)
         nets.append(network(args, d, C, sfli_generator(seed)).to(args.device))
     with reported(folder, plot=False) as stop:
         history = train(nets, lambda g: {"x": uniform(omega, args.batch, g)}, residuals, args.search_steps, lr=args.lr,
                         decay=args.decay, decay_every=args.decay_every * args.search_steps / args.steps,
-                        evaluate=error_on(omega, args.device, 2), seeds=[seed for _, seed in members],
-                        compile=args.compile == "on", folder=folder, config=settings_of(args),
-                        resume=args.resume and has_checkpoint(folder), save_seconds=args.save_seconds,
-                        save_steps=args.save_steps, stop=stop)
-    errors = {C: [] for C in grid}
-    for (C, _), row in zip(members, history[-len(members) :]):
-        errors[C].append(row["rel_l2"])
+                        evaluate=error_on(omega, args.device, 2), seeds=[seed for _, seed in mine],
+                        compile=args.compile == "on", folder=place, config=settings_of(args) | {"processes": ranks},
+                        resume=args.resume and has_checkpoint(place), save_seconds=args.save_seconds,
+                        save_steps=args.save_steps, stop=stop, together=False)
+    last, errors = [(C, row["rel_l2"]) for (C, _), row in zip(mine, history[-len(mine) :])], {C: [] for C in grid}
+    for C, error in gathered(last) if ranks > 1 else last:
+        errors[C].append(error)
     means = {C: sum(e) / len(e) for C, e in errors.items()}
     best = min(means, key=means.get)
     print(f"d = {d}, validation error after {args.search_steps} steps, mean over {len(seeds)} seeds: "
@@ -132,8 +134,9 @@ def main(argv=None):
         fail("--all has C = 1 and the best C of the grid; drop --gamma and --C, or use --C-grid")
     if args.optimizer != "adam" and (args.all or args.C_grid):
         fail("--C-grid and --all train many networks at once; use --optimizer adam")
-    if world()[1] > 1 and (args.all or args.C_grid):
-        fail("torchrun: the search for C runs in one process; drop --all and --C-grid")
+    grid = args.C_grid or (GRID if args.all else None)
+    if grid and len(grid) * args.search_seeds < world()[1]:
+        fail(f"--C-grid: {len(grid)} x {args.search_seeds} networks do not occupy {world()[1]} processes; use fewer")
     if args.constant:
         args.decay = 1.0
     columns = [None, 1.0] if args.all else [args.C or 1.0] if args.sfli else [None]  # C, None for the baseline
@@ -142,10 +145,10 @@ def main(argv=None):
     rows = []
     for d in args.dims:
         if not args.all:
-            fit(args, d, search(args, d, args.C_grid) if args.C_grid else columns[0])
+            fit(args, d, search(args, d, grid) if grid else columns[0])
             continue
         base, one = (fit(args, d, C) for C in columns)
-        best = search(args, d, args.C_grid or GRID)
+        best = search(args, d, grid)
         paper = TABLE.get(d, [None] * 4)
         rows.append({"d": d, "Baseline": (base, paper[0]), "SFLI, C = 1": (one, paper[1]), "C*": best,
                      "C* of the paper": paper[2], "SFLI, C = C*": (one if best == 1 else fit(args, d, best), paper[3])})

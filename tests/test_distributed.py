@@ -34,12 +34,14 @@ def residuals(net, b):
 train(net, sample, residuals, 60, weighting={weighting!r}, causal=dict(terms=["res"], tol=1.0, chunks=4), lr=1e-2,
       pseudo_time=True, folder=sys.argv[1],
       evaluate=lambda net: {{"norm": sum(p.norm().item() for p in net.parameters())}})
+if ranks > 1:
+    common.leave_world()
 """
 
 
-def torchrun(*argv, cwd=ROOT):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *map(str, argv)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
+def torchrun(*argv, processes=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes, *argv]
+    return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def rows(folder):
@@ -102,8 +104,24 @@ def test_seeds_are_split(tmp_path):
     assert [r["rel_l2"] for r in two] == pytest.approx([r["rel_l2"] for r in one], rel=1e-9)
 
 
+def test_the_search_for_C_is_split(tmp_path):
+    """Three values of C with one seed each on two processes, then two seeds with the best: the choice, its validation
+    errors and the table of one process."""
+    argv = ["exp_high_dim.py", "--all", "--C-grid", "0.7", "1.3", "1.6", "--dims", "5", "--seeds", "2", "--preset",
+            "smoke", "--dtype", "float64", "--no-plot"]  # fmt: skip
+    two = torchrun(*argv, "--out", tmp_path / "two")
+    one = subprocess.run([sys.executable, *argv, "--out", tmp_path / "one"], cwd=ROOT, capture_output=True, text=True)
+    assert two.returncode == 0 == one.returncode, two.stderr + one.stderr
+    told = lambda done: [line for line in done.stdout.splitlines() if "taken C*" in line]
+    assert told(one) == told(two) and len(told(one)) == 1
+    assert len(list((tmp_path / "two/high_dim/d5-search").glob("process*/checkpoint.pt"))) == 2
+    assert (tmp_path / "one/high_dim/table.md").read_text() == (tmp_path / "two/high_dim/table.md").read_text()
+
+
 def test_refusals_under_torchrun(tmp_path):
     for argv, message in [(["exp_allen_cahn.py", "--optimizer", "ng"], "--optimizer ng runs in one process"),
-                          (["exp_high_dim.py", "--all"], "torchrun: the search for C")]:  # fmt: skip
-        done = torchrun(*argv, "--preset", "smoke", "--out", tmp_path / "out")
+                          (["exp_high_dim.py", "--all", "--C-grid", "1", "--search-seeds", "1"], "--C-grid: 1 x 1"),
+                          (["exp_parabolic.py"], "--seeds: 2 seeds do not occupy 3 processes")]:  # fmt: skip
+        processes = 3 if "3 processes" in message else 2
+        done = torchrun(*argv, "--preset", "smoke", "--out", tmp_path / "out", processes=processes)
         assert done.returncode != 0 and message in done.stderr and not (tmp_path / "out").exists()
