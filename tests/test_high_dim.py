@@ -66,7 +66,8 @@ def test_draws(d, float64):
 
 
 def test_search_takes_the_best_of_the_validation(tmp_path, capsys, monkeypatch):
-    """The C with the lowest mean error over the seeds; its points are not the test points."""
+    """The C with the lowest error, as a median over the last tenth of the records, here three, and the mean over the
+    seeds; its points are not the test points."""
     args = exp_high_dim.parse_args(
         "", exp_high_dim.PRESETS, f"--sfli --preset smoke --dims 5 --out {tmp_path}".split(), exp_high_dim.flags
     )
@@ -76,7 +77,9 @@ def test_search_takes_the_best_of_the_validation(tmp_path, capsys, monkeypatch):
     def history(nets, *rest, seeds, **options):
         seen.append((len(nets), seeds, options["evaluate"](nets[0])["rel_l2"]))
         gammas = [net.first.weight[0, 0].item() for net in nets]
-        return [{"rel_l2": abs(g / gammas[0] - 3) + 0.1 * s} for g, s in zip(gammas, seeds)]
+        error = lambda g, s: abs(g / gammas[0] - 3) + 0.1 * s  # smallest for 1.4
+        jump = lambda k, g: -9 if k == 29 and g > gammas[3] or k < 27 and g == gammas[0] else 0  # 1.9 once, 0.5 early
+        return [{"rel_l2": error(g, s) + jump(k, g)} for k in range(30) for g, s in zip(gammas, seeds)]
 
     monkeypatch.setattr(exp_high_dim, "train", history)
     assert exp_high_dim.search(args, 5, [0.5, 1.4, 1.9]) == pytest.approx(1.4)
