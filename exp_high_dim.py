@@ -13,9 +13,10 @@ C = 1 after 20 000; d = 20: 1.8, likewise). All members of a search train side b
 The paper states Adam with initial rate 1e-3 and no schedule; ours falls by 0.9 per 1000 steps for every column, to
 1.2e-4. Above that rate the error of a step depends on the step: with 0.9 per 2000 steps (3.5e-4 at the end) five
 seeds of SFLI, d = 5, ended between 1.5e-3 and 9.3e-3, each as restless from record to record. --constant keeps 1e-3.
-Paper, C = 1, d = 5, 10, 20, 50: 2.96e-3, 3.10e-3, 6.89e-3, 3.11e-2; ours 1.7e-3, 2.8e-3, 2.5e-3, 9.0e-3 (five seeds).
-Minutes on one CPU core, preset laptop and paper: 6 to 12 per entry of five seeds; smoke seconds. The search of C comes
-on top: in laptop 16 networks per d (14 to 16 minutes on one core), in paper 80, not timed.
+Paper, C = 1, d = 5, 10, 20, 50: 2.96e-3, 3.10e-3, 6.89e-3, 3.11e-2; ours 1.7e-3, 2.8e-3, 2.5e-3, 9.0e-3 (five seeds;
+a second run of d = 10 and 20 gave 2.7e-3 and 4.5e-3).
+Minutes on one CPU core, preset laptop and paper: 4 to 12 per entry of five seeds; smoke seconds. The search of C comes
+on top: in laptop 16 networks per d (14 minutes for d = 5, 10, 20), in paper 80, not timed.
 """
 import math
 import statistics
