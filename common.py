@@ -1247,7 +1247,7 @@ def keep_memory():
 
 
 def half_speed_mkl():
-    """MKL, by which PyTorch multiplies matrices on a CPU, leaves AVX-512 unused where AMD has it."""
+    """On an AMD CPU with AVX-512 MKL, by which PyTorch multiplies matrices, reaches half of oneDNN's rate (on Zen 5)."""
     with contextlib.suppress(OSError):
         cpu = Path("/proc/cpuinfo").read_text()
         return "AuthenticAMD" in cpu and "avx512f" in cpu and torch.backends.mkldnn.is_available()

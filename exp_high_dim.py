@@ -8,8 +8,8 @@
 gamma = C (n^(1/d) - 1) / |Omega|^(1/d), eq. (choice). C* is the C with the lowest error on validation points, which are
 not the test points: the median over the last tenth of the search, because single records are restless (see below), and
 the mean over its seeds. Preset paper: every C of the grid 0.5, 0.6, .. 2.0 trains for all steps with all seeds. Preset
-laptop: with one seed, but also for all steps: a short search prefers another C (d = 5: 0.6 after 5000 steps, worse than
-C = 1 after 20 000; d = 20: 1.8, likewise). All members of a search train side by side.
+laptop: with one seed, but also for all steps: a short search may prefer another C (d = 5: 0.6 after 5000 steps, worse
+than C = 1 after 20 000). All members of a search train side by side.
 The paper states Adam with initial rate 1e-3 and no schedule; ours falls by 0.9 per 1000 steps for every column, to
 1.2e-4. Above that rate the error of a step depends on the step: with 0.9 per 2000 steps (3.5e-4 at the end) five
 seeds of SFLI, d = 5, ended between 1.5e-3 and 9.3e-3, each as restless from record to record. --constant keeps 1e-3.

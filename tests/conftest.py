@@ -27,12 +27,11 @@ def float64():
 def side_by_side(request, tmp_path_factory):
     """For tests that wait for processes of their own: those of a file that use this fixture run two at a time, each in
     a thread, from the first of them on; each process has one core. {test: its future}"""
-    names = lambda test: inspect.signature(test.function).parameters
 
     def start(test):
         known = getattr(getattr(test, "callspec", None), "params", {}) | {"tmp_path": tmp_path_factory.mktemp("test")}
         return pool.submit(test.function, **{k: known[k] if k in known else request.getfixturevalue(k)
-                                             for k in names(test)})  # fmt: skip
+                                             for k in inspect.signature(test.function).parameters})  # fmt: skip
 
     with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
