@@ -1,46 +1,35 @@
 """Structured first-layer initialization (SFLI): initializers, networks, derivatives, eps-rank, training.
 
 Tang, Yang, Zhao, Zhu, "Structured First-Layer Initialization Pre-Training Techniques to Accelerate
-Training Process Based on eps-Rank"; equation and example names below are the paper's.
+Training Process Based on eps-Rank"; numbers of sections, equations and examples below are the paper's.
 
 Copy this file into your own project; it needs torch and nothing else beside it:
 
     from common import sfli
     net = sfli(net, [(-1, 1), (-1, 1)])      # net: an nn.Sequential on the square [-1, 1]^2
 
-Sections: SFLI - Networks - Derivatives - eps-rank - Natural gradient - Training - Command line and output.
+Sections: SFLI - Networks - Derivatives - eps-rank - Training. With the folder kernels/ beside it train() also has
+optimizer="ng". Nothing here changes settings of PyTorch; on a CPU torch.set_flush_denormal(True) at the start of your
+program spares you the slow arithmetic of subnormal numbers, which tails of Gaussians make.
 """
-import argparse
-import atexit
 import contextlib
 import csv
-import ctypes
-import gc
 import io
-import json
 import math
 import os
 import re
-import shlex
-import shutil
-import signal
-import subprocess
 import sys
-import sysconfig
-import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-# ------------------------------------------------------------------------------------------------
-# SFLI (Section 3.1): F_i(x) = sigma(gamma (alpha_i . x + c_i)), stored as w = gamma alpha, b = gamma c
-# ------------------------------------------------------------------------------------------------
+# SFLI (Section 3.1): F_i(x) = sigma(gamma (alpha_i . x + c_i)), stored as w = gamma alpha, b = gamma c ----------------
 
 KINDS = ("gauss", "tanh", "cos", "hat")
-
 
 class FirstLayer(nn.Module):
     """First hidden layer with its activation: sigma(W x + b), or for "gauss" the radial
@@ -64,29 +53,24 @@ class FirstLayer(nn.Module):
     def extra_repr(self):
         return f"{self.kind}, {self.weight.shape[1]} -> {self.weight.shape[0]}"
 
-
 def hat(z):
     return F.relu(1 - torch.abs(z))
 
-
 def shape_parameter(n, domain, C=1.0):
-    """gamma = C (n^(1/d) - 1) / |Omega|^(1/d), eq. (choice)."""
+    """gamma = C (n^(1/d) - 1) / |Omega|^(1/d), Eq. (3.3)."""
     if n < 2:
-        raise ValueError("gamma: eq. (choice) is zero for one neuron; widen the layer or give gamma")
+        raise ValueError("gamma: Eq. (3.3) is zero for one neuron; widen the layer or give gamma")
     d = len(domain)
     return C * (n ** (1 / d) - 1) / volume(domain) ** (1 / d)
 
-
 def volume(domain):
     return math.prod(hi - lo for lo, hi in domain)
-
 
 def uniform(domain, n, generator=None, dtype=None):
     """n points drawn uniformly from the box [(lo, hi), ...] -> [n, d], on the generator's device."""
     device = "cpu" if generator is None else generator.device
     lo, hi = torch.tensor(domain, dtype=dtype or torch.get_default_dtype(), device=device).T
     return lo + (hi - lo) * torch.rand(n, len(domain), generator=generator, dtype=lo.dtype, device=device)
-
 
 def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None):
     """Give `net` a structured first layer on the box `domain` = [(lo, hi), ...] and return it.
@@ -97,7 +81,7 @@ def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None):
                       activation: drop the one that your forward() applied to the old layer.
     network of below  the first layer (MLP, ResNet) or both encoders (ModifiedMLP, PirateNet), in place.
 
-    gamma defaults to eq. (choice) with the layer's width and C. Draws come from `generator`."""
+    gamma defaults to Eq. (3.3) with the layer's width and C. Draws come from `generator`."""
     try:
         domain = [(float(lo), float(hi)) for lo, hi in domain]
     except (TypeError, ValueError):
@@ -115,16 +99,15 @@ def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None):
         at = next((k for k, m in enumerate(net) if isinstance(m, (nn.Linear, Dense))), None)
         if at is None or at + 1 == len(net) or next(net[at + 1].parameters(), None) is not None:
             raise ValueError("net: the Sequential needs a Linear followed by an activation")
-        layer = _first_layer(net[at], net[:at], domain, kind, gamma, C, generator)
-        return nn.Sequential(*net[:at], layer, *net[at + 2:])
+        first = _first_layer(net[at], net[:at], domain, kind, gamma, C, generator)
+        return nn.Sequential(*net[:at], first, *net[at + 2:])
     if not hasattr(net, "sfli_layers"):
         raise ValueError(f"net: {type(net).__name__} is no Sequential, no Linear and no network of common.py; "
                          "call sfli on its first Linear and assign the result back")
     for name in net.sfli_layers:
-        layer = getattr(net, name)[0]
-        setattr(net, name, _first_layer(layer, net.embed, domain, kind, gamma, C, generator))
+        old = getattr(net, name)[0]
+        setattr(net, name, _first_layer(old, net.embed, domain, kind, gamma, C, generator))
     return net
-
 
 def _first_layer(old, embed, domain, kind, gamma, C, generator):
     like = next(old.parameters())
@@ -150,11 +133,7 @@ def _first_layer(old, embed, domain, kind, gamma, C, generator):
         w, b = gamma * alpha, gamma * (c - alpha @ middle)
     return FirstLayer(kind, w.to(like), b.to(like))
 
-
-# ------------------------------------------------------------------------------------------------
-# Networks: y = beta . y_L with y_L the features of the last hidden layer
-# ------------------------------------------------------------------------------------------------
-
+# Networks: y = beta . y_L with y_L the features of the last hidden layer ----------------------------------------------
 
 class Dense(nn.Module):
     """W x + b, Xavier-normal W, b = 0. With rwf = (mu, sigma): random weight factorization
@@ -175,10 +154,8 @@ class Dense(nn.Module):
     def forward(self, x):
         return F.linear(x, self.weight if self.g is None else self.g * self.weight, self.bias)
 
-
-def layer(d, n, rwf=None):
+def tanh_layer(d, n, rwf=None):
     return nn.Sequential(Dense(d, n, rwf), nn.Tanh())
-
 
 class Periodic(nn.Module):
     """Exact periodicity: x_k -> cos(2 pi x_k / P_k), sin(2 pi x_k / P_k) for the axes in `periods`
@@ -201,29 +178,16 @@ class Periodic(nn.Module):
                 columns.append(x_k)
         return torch.cat(columns, -1)
 
-
-class FourierFeatures(nn.Module):
-    """The competitor's encoder: x -> [cos(B x), sin(B x)], B ~ scale N(0, 1), trained like jaxpi's."""
-
-    def __init__(self, d, n, scale=1.0):
-        super().__init__()
-        self.B = nn.Parameter(scale * torch.randn(n // 2, d))
-
-    def forward(self, x):
-        z = F.linear(x, self.B)
-        return torch.cat([torch.cos(z), torch.sin(z)], -1)
-
-
 class MLP(nn.Module):
-    """y_1 = first(x), y_l = tanh(W_l y_{l-1} + b_l), eq. (st::NN); `embed` maps x to `d` inputs."""
+    """y_1 = first(x), y_l = tanh(W_l y_{l-1} + b_l), Eq. (1.1); `embed` maps x to `d` inputs."""
 
     sfli_layers = ("first",)
 
     def __init__(self, d, n, L, out=1, rwf=None, embed=None):
         super().__init__()
         self.embed = nn.Identity() if embed is None else embed
-        self.first = layer(d, n, rwf)
-        self.blocks = nn.ModuleList(layer(n, n, rwf) for _ in range(L - 1))
+        self.first = tanh_layer(d, n, rwf)
+        self.blocks = nn.ModuleList(tanh_layer(n, n, rwf) for _ in range(L - 1))
         self.out = Dense(n, out, rwf)
 
     def hidden(self, x):
@@ -236,12 +200,6 @@ class MLP(nn.Module):
     def forward(self, x):
         return self.out(self.hidden(x)[-1])
 
-    def compile(self, **options):
-        """Compile the parts: the blocks share their code, so this takes a fraction of compiling the whole."""
-        for part in (self.first, *self.blocks):
-            part.compile(**options)
-
-
 class ResNet(MLP):
     """y_1 = first(x), y_l = y_{l-1} + tanh(W_l y_{l-1} + b_l)."""
 
@@ -251,9 +209,8 @@ class ResNet(MLP):
             y.append(y[-1] + block(y[-1]))
         return y
 
-
 class Gated(nn.Module):
-    """One layer of eq. (modifiedMLP): z = tanh(W y + b), z U + (1 - z) V, as V + z (U - V)."""
+    """One layer of Eq. (3.5): z = tanh(W y + b), z U + (1 - z) V, as V + z (U - V)."""
 
     def __init__(self, d, n, rwf=None):
         super().__init__()
@@ -262,16 +219,15 @@ class Gated(nn.Module):
     def forward(self, y, D, V):
         return V + torch.tanh(self.dense(y)) * D
 
-
 class ModifiedMLP(MLP):
-    """Encoders U, V, then L gated layers, eq. (encoder) and (modifiedMLP)."""
+    """Encoders U, V, then L gated layers, Eqs. (3.4) and (3.5)."""
 
     sfli_layers = ("U", "V")
 
     def __init__(self, d, n, L, out=1, rwf=None, embed=None):
         nn.Module.__init__(self)
         self.embed = nn.Identity() if embed is None else embed
-        self.U, self.V, self.first = layer(d, n, rwf), layer(d, n, rwf), Gated(d, n, rwf)
+        self.U, self.V, self.gate = tanh_layer(d, n, rwf), tanh_layer(d, n, rwf), Gated(d, n, rwf)
         self.blocks = self.make_blocks(n, L, rwf)
         self.out = Dense(n, out, rwf)
 
@@ -282,7 +238,7 @@ class ModifiedMLP(MLP):
         x = self.embed(x)
         V = self.V(x)
         D = self.U(x) - V
-        return self.first(x, D, V), D, V
+        return self.gate(x, D, V), D, V
 
     def hidden(self, x):
         y, D, V = self.encode(x)
@@ -291,38 +247,27 @@ class ModifiedMLP(MLP):
             y.append(block(y[-1], D, V))
         return y
 
-    def compile(self, **options):
-        self.encode = torch.compile(self.encode, **options)
-        for block in self.blocks:
-            block.compile(**options)
-
-
 class PirateBlock(nn.Module):
-    """Eq. (residualblock): two gated layers, one plain, adaptive skip alpha h + (1 - alpha) y, alpha = 0."""
+    """Eq. (3.6): two gated layers, one plain, adaptive skip alpha h + (1 - alpha) y, alpha = 0."""
 
     def __init__(self, n, rwf=None):
         super().__init__()
-        self.f, self.g, self.h = Gated(n, n, rwf), Gated(n, n, rwf), layer(n, n, rwf)
+        self.f, self.g, self.h = Gated(n, n, rwf), Gated(n, n, rwf), tanh_layer(n, n, rwf)
         self.alpha = nn.Parameter(torch.zeros(()))
 
     def forward(self, y, D, V):
         h = self.h(self.g(self.f(y, D, V), D, V))
         return torch.lerp(y, h, self.alpha)
 
-
 class PirateNet(ModifiedMLP):
-    """Encoders and one gated layer, then L residual blocks, eq. (st::pnet). Its last line reads
+    """Encoders and one gated layer, then L residual blocks, Eq. (3.7). Its last line reads
     y = beta . y_L; we take y_{L+1}, or the last block would have no effect."""
 
     def make_blocks(self, n, L, rwf):
         return nn.ModuleList(PirateBlock(n, rwf) for _ in range(L))
 
-
-# ------------------------------------------------------------------------------------------------
 # Derivatives: collapsed Taylor mode. A Jet carries a function's value and the wanted derivatives
-# through the network at once; a linear layer is one matrix product over all of them.
-# ------------------------------------------------------------------------------------------------
-
+# through the network at once; a linear layer is one matrix product over all of them. ----------------------------------
 
 def jet(f, x, variables, derivatives):
     """Value and derivatives of f at x [B, d], each [B, out]:
@@ -340,70 +285,93 @@ def jet(f, x, variables, derivatives):
     eye = torch.eye(plan.d, dtype=x.dtype, device=x.device)
     seed = [x] + [eye[group].unsqueeze(1) if group else sum(_scale(eye[v], m) for v, m in c) if c else None
                   for c, group in zip(plan.seeds, plan.groups[1:])]
-    y = f(Jet(seed, plan, is_input=not Tape.open))
+    y = f(Jet(seed, plan, is_input=Jet.short_cuts))
     return [y.full(0)] + [sum(_scale(y.full(c), m) for c, m in channels) for channels in plan.outputs]
 
-
 class Plan:
-    """Channel list of a jet and the rules on it. A channel is a linear combination of terms, a term a sorted tuple of
-    variable numbers: "xx+yy" is (((0, 0), 1), ((1, 1), 1)). Products need the proper parts of every term as channels
-    of their own; the combination itself appears only linearly, which is why it needs no more than one channel.
-    Variables of which only the sum of second derivatives is used, as in a Laplacian, are a group: their first
-    derivatives are one channel [variables, B, n]. Operations stay few and large in any dimension."""
+    """Channels of a jet and the rules on them.
+
+    A term is a sorted tuple of variable numbers, a channel a linear combination of terms, ((term, factor), ...). Rules
+    for products need the proper parts of every term as channels of their own; a combination itself appears only
+    linearly, which is why it needs no more than one channel. jet(f, x, "t x y", "t-xx-yy") goes
+
+        parse      wanted = [(((0,), 1), ((1, 1), -1), ((2, 2), -1))]
+        group      x and y are used alike, as squares of one sum: a group [1, 2], for which x stands from here on,
+                   wanted = [(((0,), 1), ((1, 1), -1))]
+        channels   0: the value, 1: x, which is the group's first derivatives [2, B, n], 2: t-xx-yy
+        rules      f(z)_2 = f'(z) z_2 - f''(z) z_1 z_1  and  (a b)_2 = a b_2 + a_2 b - 2 a_1 b_1,
+                   where products of a group are summed over its variables
+
+    so that operations stay few and large in any dimension."""
 
     def __init__(self, variables, derivatives):
         number = {v: k for k, v in enumerate(variables.split())}
-        wanted = []
-        for entry in derivatives.split():
-            term_pattern = r"([+-]?)(?:(\d+\.?\d*(?:e-?\d+)?)\*)?((?:[A-Za-z]\d*)+)"
-            if not re.fullmatch(f"(?:{term_pattern})(?:(?=[+-]){term_pattern})*", entry):
-                raise ValueError(f"derivatives: {entry!r} is no sum of products of {variables!r}, like xx+yy or t-2*xx")
-            terms = {}
-            for sign, factor, product in re.findall(term_pattern, entry):
-                names = re.findall(r"[A-Za-z]\d*", product)
-                if not set(names) <= set(number) or len(names) > 3:
-                    raise ValueError(f"derivatives: {product!r} is no product of one to three of {variables!r}")
-                term = tuple(sorted(number[v] for v in names))
-                terms[term] = terms.get(term, 0) + float(sign + (factor or "1"))
-            wanted.append(tuple(sorted(terms.items())))
-        roles = {}
-        for v in number.values():
-            uses = [(e, term == (v, v), m) for e, entry in enumerate(wanted) for term, m in entry if v in term]
-            roles.setdefault(tuple(uses) if uses and all(square for _, square, _ in uses) else v, []).append(v)
-        group = {members[0]: members for members in roles.values()}  # the first one stands for all
-        wanted = [tuple((term, m) for term, m in entry if set(term) <= set(group)) for entry in wanted]
-        alone = {((s, 1),) for entry in wanted for term, _ in entry for s, _ in splits(term)}
-        alone |= {((term, 1),) for entry in wanted if len(entry) == 1 for term, _ in entry}
-        sums = {entry for entry in wanted if not all(((term, 1),) in alone for term, _ in entry)}
-        channels = [()] + sorted(alone | sums, key=lambda c: (max(len(term) for term, _ in c), c))
+        wanted = [self.parse(entry, number, variables) for entry in derivatives.split()]
+        groups, wanted = self.group(wanted, len(number))
+        channels = self.channels(wanted)
         at = {c: k for k, c in enumerate(channels)}
         self.d = len(number)
-        self.groups = [None] * len(channels)
-        for v, members in group.items():
-            if len(members) > 1:
-                self.groups[at[(((v,), 1),)]] = members
-        self.seeds = [[(term[0], m) for term, m in c if len(term) == 1] for c in channels[1:]]
-        self.outputs = [[(at[e], 1)] if e in at else [(at[((term, 1),)], m) for term, m in e] for e in wanted]
         self.order = max([len(term) for c in channels for term, _ in c], default=0)
-        # chain[c]: f(z)_c = f'(z) z_c + sum of  m f^(k)(z) z_i1 .. z_ik   (Faa di Bruno, k >= 2)
-        # leibniz[c]: (a b)_c = a b_c + a_c b + sum of  m a_i b_j
-        self.chain, self.leibniz = [], []
-        for c in channels:
-            chain, leibniz = {}, {}
-            for term, m in c:
-                for blocks in partitions(term):
-                    if len(blocks) > 1:
-                        key = tuple(sorted(at[((block, 1),)] for block in blocks))
-                        chain[key] = chain.get(key, 0) + m
-                for s, rest in splits(term):
-                    key = at[((s, 1),)], at[((rest, 1),)]
-                    leibniz[key] = leibniz.get(key, 0) + m
-            self.chain.append(tuple(chain.items()))
-            self.leibniz.append(tuple(leibniz.items()))
+        self.groups = [None] * len(channels)  # variables of each channel that is a group
+        for members in groups:
+            self.groups[at[(((members[0],), 1),)]] = members
+        self.seeds = [[(term[0], m) for term, m in c if len(term) == 1] for c in channels[1:]]  # derivatives of x itself
+        self.outputs = [[(at[e], 1)] if e in at else [(at[((term, 1),)], m) for term, m in e] for e in wanted]
+        self.chain, self.leibniz = zip(*(self.rules(c, at) for c in channels))
+
+    @staticmethod
+    def parse(entry, number, variables):
+        """"t-2*xx" -> (((0,), 1.0), ((1, 1), -2.0))"""
+        pattern = r"([+-]?)(?:(\d+\.?\d*(?:e-?\d+)?)\*)?((?:[A-Za-z]\d*)+)"  # sign, factor, product
+        if not re.fullmatch(f"(?:{pattern})(?:(?=[+-]){pattern})*", entry):
+            raise ValueError(f"derivatives: {entry!r} is no sum of products of {variables!r}, like xx+yy or t-2*xx")
+        terms = {}
+        for sign, factor, product in re.findall(pattern, entry):
+            names = re.findall(r"[A-Za-z]\d*", product)
+            if not set(names) <= set(number) or len(names) > 3:
+                raise ValueError(f"derivatives: {product!r} is no product of one to three of {variables!r}")
+            term = tuple(sorted(number[v] for v in names))
+            terms[term] = terms.get(term, 0) + float(sign + (factor or "1"))
+        return tuple(sorted(terms.items()))
+
+    @staticmethod
+    def group(wanted, d):
+        """Variables that occur only as squares, in the same entries with the same factors, two or more of them: their
+        groups, and `wanted` with the first variable of each in the place of all."""
+        roles = {}
+        for v in range(d):
+            uses = [(e, term == (v, v), m) for e, entry in enumerate(wanted) for term, m in entry if v in term]
+            squares = uses and all(square for _, square, _ in uses)
+            roles.setdefault(tuple(uses) if squares else v, []).append(v)
+        stay = {members[0] for members in roles.values()}
+        wanted = [tuple((term, m) for term, m in entry if set(term) <= stay) for entry in wanted]
+        return [members for members in roles.values() if len(members) > 1], wanted
+
+    @staticmethod
+    def channels(wanted):
+        """The value (), single terms, and those combinations of which not all terms are there, by order."""
+        single = {((s, 1),) for entry in wanted for term, _ in entry for s, _ in splits(term)}
+        single |= {((term, 1),) for entry in wanted if len(entry) == 1 for term, _ in entry}
+        sums = {entry for entry in wanted if not all(((term, 1),) in single for term, _ in entry)}
+        return [()] + sorted(single | sums, key=lambda c: (max(len(term) for term, _ in c), c))
+
+    @staticmethod
+    def rules(channel, at):
+        """chain:   f(z)_c = f'(z) z_c + sum of  m f^(k)(z) z_i1 .. z_ik   (Faa di Bruno, k >= 2)
+        leibniz: (a b)_c = a b_c + a_c b + sum of  m a_i b_j"""
+        chain, leibniz = {}, {}
+        for term, m in channel:
+            for blocks in partitions(term):
+                if len(blocks) > 1:
+                    key = tuple(sorted(at[((block, 1),)] for block in blocks))
+                    chain[key] = chain.get(key, 0) + m
+            for s, rest in splits(term):
+                key = at[((s, 1),)], at[((rest, 1),)]
+                leibniz[key] = leibniz.get(key, 0) + m
+        return tuple(chain.items()), tuple(leibniz.items())
 
 
 _plans = {}
-
 
 def _plan(variables, derivatives):
     key = variables, derivatives
@@ -411,16 +379,13 @@ def _plan(variables, derivatives):
         _plans[key] = Plan(variables, derivatives)
     return _plans[key]
 
-
 _plan._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets, without importing the compiler
-
 
 def splits(term):
     """Every way to split the factors of a term into two non-empty parts (s, rest)."""
     n = len(term)
     pick = lambda mask: tuple(term[k] for k in range(n) if mask >> k & 1)
     return [(pick(mask), pick(~mask)) for mask in range(1, 2**n - 1)]
-
 
 def partitions(term):
     """Every set partition of the factors of a term, as a list of lists of sorted tuples."""
@@ -432,23 +397,11 @@ def partitions(term):
         out += [blocks[:k] + [tuple(sorted((head,) + blocks[k]))] + blocks[k + 1 :] for k in range(len(blocks))]
     return out
 
-
-def _plus(a, b):
-    return b if a is None else a if b is None else a + b
-
-
-def _times(a, b):
-    return None if a is None or b is None else a * b
-
-
-def _summed(group, product):
-    """A product of two channels; that of a group's sums over its variables."""
-    return product.sum(0) if group and product is not None else product
-
-
-def _scale(a, m):
-    return a if a is None or m == 1 else m * a
-
+# Arithmetic of channels: tensors, or None for zero. A product of two channels of a group is summed over its variables.
+_plus = lambda a, b: b if a is None else a if b is None else a + b
+_times = lambda a, b: None if a is None or b is None else a * b
+_scale = lambda a, m: a if a is None or m == 1 else m * a
+_summed = lambda group, product: product.sum(0) if group and product is not None else product
 
 def _pointwise(taylor):
     """Rule for y = f(z), given taylor(z, order) -> [f(z), f'(z), ...]; None stands for zero."""
@@ -471,30 +424,19 @@ def _pointwise(taylor):
 
     return rule
 
-
 def _tanh(z, order):
     y = torch.tanh(z)
     f1 = 1 - y * y
     f2 = -2 * y * f1
     return [y, f1, f2, -2 * (f1 * f1 + y * f2) if order > 2 else None]
 
-
-def _sigmoid(z, order):
-    y = torch.sigmoid(z)
-    f1 = y * (1 - y)
-    f2 = f1 * (1 - 2 * y)
-    return [y, f1, f2, f2 * (1 - 2 * y) - 2 * f1 * f1 if order > 2 else None]
-
-
 def _sin(z, order):
     s, c = torch.sin(z), torch.cos(z)
     return [s, c, -s, -c]
 
-
 def _cos(z, order):
     s, c = torch.sin(z), torch.cos(z)
     return [c, -s, -c, s]
-
 
 def _power(p):
     def taylor(z, order):
@@ -506,22 +448,12 @@ def _power(p):
 
     return taylor
 
-
 def _add(a, b):
     if not isinstance(a, Jet):
         a, b = b, a
     if isinstance(b, Jet):
         return Jet([_plus(p, q) for p, q in zip(a.channels, b.channels)], a.plan)
     return Jet([a.channels[0] + b] + a.channels[1:], a.plan)
-
-
-def _neg(a):
-    return a.map(lambda c: -c)
-
-
-def _sub(a, b):
-    return _add(a, _neg(b) if isinstance(b, Jet) else -b)
-
 
 def _mul(a, b):
     if not isinstance(a, Jet):
@@ -537,18 +469,11 @@ def _mul(a, b):
         z.append(z_c)
     return Jet(z, a.plan)
 
-
-def _lerp(a, b, weight):
-    return _add(a, _mul(_sub(b, a), weight))
-
-
-def _div(a, b):
-    return _mul(a, _pow(b, -1) if isinstance(b, Jet) else 1 / b)
-
-
-def _pow(a, p):
-    return _pointwise(_power(p))(a)
-
+_neg = lambda a: a.map(lambda c: -c)
+_sub = lambda a, b: _add(a, _neg(b) if isinstance(b, Jet) else -b)
+_lerp = lambda a, b, weight: _add(a, _mul(_sub(b, a), weight))
+_pow = lambda a, p: _pointwise(_power(p))(a)
+_div = lambda a, b: _mul(a, _pow(b, -1) if isinstance(b, Jet) else 1 / b)
 
 def _matmul(a, w):
     """a @ w for a constant w: one product over all channels where they have the value's shape. Their rows are put one
@@ -564,27 +489,32 @@ def _matmul(a, w):
         channels[k] = c.reshape(*a.channels[k].shape[:-1], *w.shape[1:])
     return Jet(channels, a.plan)
 
-
 def _linear(a, weight, bias=None):
     y = _matmul(a, weight.mT)
     return y if bias is None else _add(y, bias)
 
-
 def squared_distance(x, w, b):
-    """sum_k (w_ik x_k + b_ik)^2 in float64 by one product with the expanded square; derivatives of it, in which less
-    cancels, in the precision of w (float32, gamma = 50: wrong by 4e-6 of them at most). In the input of the network
-    itself the first derivatives of a group are unit vectors: that in x_k is 2 w_ik^2 x_k + 2 w_ik b_ik, as a product of
-    depth two, which inductor leaves in one piece; its fused elementwise code takes five times longer."""
-    by_product = lambda x, w, b: F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
+    """sum_k (w_ik x_k + b_ik)^2 = [w^2, 2 w b, |b|^2] . [x^2, x, 1] as one product; the value in float64, derivatives of
+    it, in which less cancels, in the precision of w."""
     if not isinstance(x, Jet):
-        return by_product(x.double(), w.double(), b.double())
-    plan, v = x.plan, x.channels[0]
-    short = x.is_input and any(plan.groups)
-    s = by_product(Jet([None if group else c for c, group in zip(x.channels, plan.groups)], plan) if short else x, w, b)
+        return _expanded_square(x.double(), w.double(), b.double())
+    short = x.is_input and any(x.plan.groups)
+    s = _by_unit_vectors(x, w, b) if short else _expanded_square(x, w, b)
     if w.dtype != torch.float64:
-        s.channels[0] = by_product(v.double(), w.double(), b.double())
+        v = x.channels[0]
+        s.channels[0] = _expanded_square(v.double(), w.double(), b.double())
+    return s
+
+def _expanded_square(x, w, b):
+    return F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
+
+def _by_unit_vectors(x, w, b):
+    """Short cut for the network's own input, where the first derivatives of a group are unit vectors: that in x_k is
+    2 w_ik^2 x_k + 2 w_ik b_ik, a product of depth two, which torch.compile leaves in one piece."""
+    plan, v = x.plan, x.channels[0]
+    s = _expanded_square(Jet([None if group else c for c, group in zip(x.channels, plan.groups)], plan), w, b)
     for k, group in enumerate(plan.groups):
-        if group and short:
+        if group:
             w_k, b_k, v_k = w.mT[group], b.mT[group], v.mT[group]  # [variables, n] and [variables, batch]
             factors = torch.stack([2 * w_k * w_k, 2 * w_k * b_k], 1)  # [variables, 2, n]
             s.channels[k] = torch.stack([v_k, torch.ones_like(v_k)], -1) @ factors
@@ -599,14 +529,12 @@ def _getitem(a, index):
     return Jet([None if c is None else a.full(k)[(slice(None), *index) if a.plan.groups[k] else index]
                 for k, c in enumerate(a.channels)], a.plan)
 
-
 def _cat(parts, dim=0):
     plan = next(a.plan for a in parts if isinstance(a, Jet))
     jets = [a if isinstance(a, Jet) else Jet([a] + [None] * (len(plan.chain) - 1), plan) for a in parts]
     dim = dim if dim < 0 else dim - jets[0].channels[0].dim()
     return Jet([None if all(a.channels[k] is None for a in jets) else torch.cat([a.full(k) for a in jets], dim)
                 for k in range(len(plan.chain))], plan)
-
 
 _exp = lambda z, order: [torch.exp(z)] * 4
 _relu = lambda z, order: [torch.relu(z), (z > 0).to(z.dtype), None, None]
@@ -615,15 +543,17 @@ _abs = lambda z, order: [torch.abs(z), torch.sign(z), None, None]
 RULES = {
     "linear": _linear, "matmul": _matmul, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "neg": _neg,
     "rsub": lambda a, b: _sub(b, a), "pow": _pow, "square": lambda a: _mul(a, a), "cat": _cat, "lerp": _lerp,
-    "tanh": _pointwise(_tanh), "sigmoid": _pointwise(_sigmoid), "sin": _pointwise(_sin), "cos": _pointwise(_cos),
+    "tanh": _pointwise(_tanh), "sin": _pointwise(_sin), "cos": _pointwise(_cos),
+    "sigmoid": lambda a: _add(_mul(RULES["tanh"](_mul(a, 0.5)), 0.5), 0.5),
     "exp": _pointwise(_exp), "relu": _pointwise(_relu), "abs": _pointwise(_abs),
     "silu": lambda a, **kwargs: _mul(a, RULES["sigmoid"](a)),
 }
 
-
 class Jet:
     """Channels of a jet: [0] the value [B, n], then one per entry of its plan; a channel is a tensor that
     broadcasts against the value, or None for zero."""
+
+    short_cuts = True  # kernels/natural_gradient.py, which must see every product, switches them off for a while
 
     def __init__(self, channels, plan, is_input=False):
         self.channels, self.plan, self.is_input = channels, plan, is_input
@@ -655,13 +585,9 @@ class Jet:
     __rtruediv__ = lambda self, other: _div(other, self)
     __lt__ = lambda self, other: self.channels[0] < other
 
+# eps-rank (Section 2): number of eigenvalues > eps of M = integral over Omega of phi phi^T dx -------------------------
 
-# ------------------------------------------------------------------------------------------------
-# eps-rank (Section 2): number of eigenvalues > eps of M = integral over Omega of phi phi^T dx
-# ------------------------------------------------------------------------------------------------
-
-
-def features(net, x):
+def hidden_features(net, x):
     """Outputs [N, n] of every hidden layer, first to last: of a network of this file or an nn.Sequential
     (there: what enters each Linear but the first)."""
     if hasattr(net, "hidden"):
@@ -676,26 +602,12 @@ def features(net, x):
         x, seen = module(x), seen or isinstance(module, FirstLayer)
     return out
 
-
 def gram_spectrum(phi, measure=1.0):
     """Eigenvalues, largest first, of the Gram matrix of features phi [N, n] at N points spread uniformly over
     the domain: measure / N * phi^T phi. The product is float64 even where phi is float32: accumulated in
     float32 it has a noise floor of 1e-9..1e-5 of the largest eigenvalue, which would count as rank."""
     phi = phi.detach().double()
     return torch.linalg.eigvalsh(phi.T @ phi * (measure / len(phi))).flip(0)
-
-
-@torch.no_grad()
-def gaussian_spectrum(layers, x, measure=1.0):
-    """The same [K, n] for K Gaussian FirstLayers of one width at once, without storing their features where the
-    folder kernels/ of the repository is at hand."""
-    try:
-        from kernels.gaussian_gram import gaussian_gram
-    except ImportError:
-        return torch.stack([gram_spectrum(layer(x), measure) for layer in layers])
-    w, b = (torch.stack([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
-    return torch.linalg.eigvalsh(gaussian_gram(x, w, b) * (measure / len(x))).flip(-1)
-
 
 @torch.no_grad()
 def eps_rank(net, x, eps=1e-6, measure=1.0, layer=-1):
@@ -704,680 +616,296 @@ def eps_rank(net, x, eps=1e-6, measure=1.0, layer=-1):
 
     The paper states neither eps nor the quadrature. Ours: eps = 1e-6, equal weights on x, and
     measure = |Omega| where d <= 3, else 1 (2^50 would swamp any threshold)."""
-    count = lambda spectrum: (spectrum > eps).sum(-1).tolist()
     if layer == "first":
-        layers, z = [getattr(net, name) for name in net.sfli_layers], net.embed(x)
-        if all(isinstance(f, FirstLayer) and f.kind == "gauss" for f in layers):
-            return count(gaussian_spectrum(layers, z, measure))
-        return [count(gram_spectrum(f(z), measure)) for f in layers]
-    layers = features(net, x)
-    if layer != "all":
-        return count(gram_spectrum(layers[layer], measure))
-    known = eps_rank(net, x, eps, measure, "first") if getattr(net, "sfli_layers", None) == ("first",) else []
-    return known + [count(gram_spectrum(phi, measure)) for phi in layers[len(known) :]]
-
-
-def scan_gamma(n, domain, x, eps=1e-6, measure=1.0, embed=None, generator=None, enough=0.9):
-    """Shape parameter for n Gaussians by looking at the rank: gamma of eq. (choice) for C = 0.5, 0.6, .. 2.0, all
-    with the centres that `generator` draws, their eps-ranks at the points x in one batched call.
-
-    Rank grows with gamma, but narrow bumps share no information: taken is the smallest C whose rank is at least
-    `enough` n (the gamma of the paper's Examples 1 and 2 are at 0.83 and 0.90), or the highest rank where none is.
-    Prints the table; returns gamma."""
-    embed = nn.Identity() if embed is None else embed
-    generator = torch.Generator() if generator is None else generator
-    z, state = embed(x), generator.get_state()
-    candidates = [k / 10 for k in range(5, 21)]
-    like, layers = nn.Linear(z.shape[1], n, device=z.device), []
-    for C in candidates:
-        generator.set_state(state)
-        layers.append(_first_layer(like, embed, domain, "gauss", None, C, generator))
-    generator.set_state(state)
-    spectra = gaussian_spectrum(layers, z, measure)  # [16, n]
-    ranks = (spectra > eps).sum(-1).tolist()
-    best = next((k for k, r in enumerate(ranks) if r >= enough * n), ranks.index(max(ranks)))
-    table = sorted({1e-4, 1e-6, 1e-8, 1e-10, eps}, reverse=True)
-    print(f"{'C':>4} {'gamma':>8}  first-layer rank of {n} at eps = " + ", ".join(f"{e:g}" for e in table))
-    for k, C in enumerate(candidates):
-        counts = " ".join(f"{int((spectra[k] > e).sum()):6}" for e in table)
-        print(f"{C:4.1f} {shape_parameter(n, domain, C):8.4g}  {counts}{'   <- chosen' if k == best else ''}")
-    return shape_parameter(n, domain, candidates[best])
-
+        phis = [getattr(net, name)(net.embed(x)) for name in net.sfli_layers]
+    else:
+        phis = hidden_features(net, x)
+    rank = lambda phi: int((gram_spectrum(phi, measure) > eps).sum())
+    return list(map(rank, phis)) if layer in ("first", "all") else rank(phis[layer])
 
 def grid(domain, n):
     """n^d cell midpoints of the box `domain` -> [n^d, d]: equal-weight quadrature points for d <= 3."""
     axes = [lo + (hi - lo) * (torch.arange(n) + 0.5) / n for lo, hi in domain]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(domain))
 
+# Training: sample -> named residuals -> squared, averaged, weighted -> optimiser --------------------------------------
 
-# ------------------------------------------------------------------------------------------------
-# Natural gradient: Gauss-Newton in function space, d = J^T (J J^T + lam I)^-1 r, with J = d r / d theta
-# ------------------------------------------------------------------------------------------------
+OPTIMIZERS = ("adam", "soap", "ng")
+WEIGHTINGS = ("fixed", "grad_norm", "ntk")
+DIVERGED = 1e6  # a loss so many times its best has diverged
 
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate: rises linearly over `warmup` steps, then falls by the factor `decay` per `every` steps."""
 
-class NaturalGradient:
-    """theta <- theta - eta d,  d = J^T (J J^T + lam I)^-1 r: the Gauss-Newton step in function space by the Woodbury
-    identity (ENGD-W, arXiv 2505.12149). r stacks all residuals, each scaled by sqrt(weight / count), so |r|^2 is the
-    loss that the other optimisers minimise. With momentum mu it is SPRING (arXiv 2401.10190): d minimises
-    |J d - r|^2 + lam |d - mu d_old|^2.
+    lr: float = 1e-3
+    warmup: float = 0
+    decay: float = 1.0
+    every: float = 1000
 
-    eta: halved from `lr`, at most TRIES times, until the loss falls on the same batch. lam: divided by 1.5 after a
-    step that needed no halving, doubled after more than two; a step that never falls is rejected, doubles lam and
-    forgets d_old. What happened is in the history: damping, eta, and the number of steps rejected so far."""
+    def __call__(self, step):
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        return self.lr * self.decay ** ((step - self.warmup) / self.every)
 
-    TRIES = 12
+@dataclass(frozen=True)
+class Save:
+    """history.csv and checkpoint.pt go to `folder`, the latter every so many seconds, and every so many steps if given;
+    the one before is kept. resume continues from that checkpoint, bit for bit on a CPU, and refuses one whose `config`
+    differs."""
 
-    def __init__(self, net, residuals, lr=1.0, damping=1e-3, momentum=0.0):
-        if not 0 < damping < math.inf or not 0 <= momentum < 1:
-            raise ValueError(f"--damping must be positive and 0 <= --momentum < 1, got {damping:g} and {momentum:g}")
-        self.net, self.residuals, self.params = net, residuals, list(net.parameters())
-        if any(p.dtype != torch.float64 for p in self.params):
-            raise ValueError("--optimizer ng computes in float64; use --dtype float64 (in your own code: net.double())")
-        self.momentum, self.param_groups = momentum, [{"lr": lr}]
-        self.damping, self.eta, self.rejected, self.d, self.J, self.jacobian = damping, 0.0, 0, None, None, None
+    folder: str
+    config: dict = None
+    resume: bool = False
+    seconds: float = 120.0
+    steps: int = None
 
-    def state_dict(self):
-        return self.report() | {"d": self.d}
+@dataclass
+class State:
+    """All that changes from step to step, which is all that a checkpoint holds."""
 
-    def load_state_dict(self, state):
-        vars(self).update(state)
+    params: dict  # {name: tensor}, [S, ...] for S > 1 networks; shares its memory with them
+    buffers: dict
+    optimizer: object
+    generators: list  # one per network
+    weights: dict = field(default_factory=dict)  # {name of a residual: [S]}
+    lam: dict = field(default_factory=dict)  # pseudo-time, {name of a residual: [S]}
+    sums: dict = field(default_factory=dict)  # losses added up since the last row of the history, {name: [S]}
+    count: int = 0  # so many
+    step: int = 0
+    seconds: float = 0.0
+    history: list = field(default_factory=list)
 
-    def report(self):
-        return {"damping": self.damping, "eta": self.eta, "rejected": self.rejected}
+    def pack(self, processes):
+        generators = processes.gather([g.get_state() for g in self.generators])
+        return vars(self) | {"optimizer": self.optimizer.state_dict(), "generators": generators}
 
-    def backward(self, batch, scale):
-        """Direction d for this batch; scale(r) -> {name: [B]} are the factors of the rows. Returns r."""
-        if self.jacobian is None:
-            self.J, self.jacobian = self.choose(batch)
-        r, factor, J = self.jacobian(self.residuals, self.net, batch, scale, self.J)
-        self.batch, self.factor = batch, factor
-        R = torch.cat([factor[k] * r[k] for k in r])
-        self.loss = (R @ R).item()
-        wide = J.shape[0] <= J.shape[1]  # J^T (J J^T + lam)^-1 = (J^T J + lam)^-1 J^T: whichever is smaller
-        G = gram(J if wide else J.T)
-        if not G.diagonal().isfinite().all():
-            raise ValueError("--optimizer ng: the Jacobian of the residuals is not finite; try a smaller --gamma, and "
-                             "look for a square root or a division in the residuals")
-        old = torch.zeros_like(J[0]) if self.d is None else self.momentum * self.d.to(J)
-        b = R - J @ old if self.momentum else R
-        while True:  # rounding may leave J J^T indefinite by 1e-16 of its size: more damping then
-            G.diagonal().add_(self.damping)
-            L, failed = torch.linalg.cholesky_ex(G)
-            if not failed:
-                break
-            G.diagonal().sub_(self.damping)
-            self.damping *= 10
-        solve = lambda b: torch.cholesky_solve(b[:, None], L)[:, 0]
-        self.d = old + (J.T @ solve(b) if wide else solve(J.T @ b))
-        return r
+    def unpack(self, saved, process):
+        device = next(iter(self.params.values())).device
+        for tensors, old in ((self.params, saved["params"]), (self.buffers, saved["buffers"])):
+            for name, tensor in tensors.items():
+                tensor.copy_(old[name])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        for g, s in zip(self.generators, saved["generators"][process]):
+            g.set_state(s.cpu())
+        for name in ("weights", "lam", "sums"):
+            setattr(self, name, {k: v.to(device) for k, v in saved[name].items()})
+        self.count, self.step, self.seconds, self.history = (saved[k] for k in ("count", "step", "seconds", "history"))
 
-    @torch.no_grad()
-    def step(self):
-        def move(eta):
-            for p, p_0, d in zip(self.params, theta, self.d.split([p.numel() for p in self.params])):
-                p.copy_(p_0 - eta * d.view_as(p))
+class Alone:
+    """The processes that train one network together: this one. cli.py has those of torchrun."""
 
-        theta = [p.clone() for p in self.params]
-        eta = top = self.param_groups[0]["lr"]
-        for _ in range(self.TRIES):
-            move(eta)
-            r = self.residuals(self.net, self.batch)
-            if sum((self.factor[k] * r[k]).square().sum().item() for k in r) < self.loss:  # not where it is nan
-                break
-            eta /= 2
-        else:
-            move(0.0)
-            eta, self.d, self.rejected = 0.0, None, self.rejected + 1
-        self.eta = eta
-        if eta == top:
-            self.damping = max(self.damping / 1.5, 1e-13)
-        elif eta < top / 4:
-            self.damping *= 2
+    number, count = 0, 1
+    average = staticmethod(lambda x: x)  # mean of a tensor over the processes
+    gather = staticmethod(lambda x: [x])  # x of every process
 
-    def size(self, batch):
-        """Rows and columns of J; refuses what does not fit NG_BYTES."""
-        P = sum(p.numel() for p in self.params)
+class Stopped(Exception):
+    """Training was asked to stop and has written its checkpoint."""
 
-        def check(R):
-            size = 8 * (R * P + min(R, P) ** 2)
-            if size > NG_BYTES:
-                raise ValueError(f"--batch: J has {R} rows x {P} parameters, {size / 1e9:.1f} GB with its Gram matrix, "
-                                 f"over the limit of {NG_BYTES / 1e9:g} GB; use fewer points, a smaller --width, or "
-                                 "another --optimizer")
-            return R, P
-
-        check(max((len(v) for v in batch.values() if v.dim()), default=0))  # before the residuals take as much memory
-        with torch.no_grad():
-            return check(sum(len(v) for v in self.residuals(self.net, batch).values()))
-
-    def choose(self, batch):
-        """Buffer for J and the way to fill it: jacobian() where v^T J is the gradient of v . r for a random v, else
-        torch.func, many times slower, for modules whose parameters do not enter through linear or lerp."""
-        R, P = self.size(batch)
-        print(f"natural gradient: J {R} x {P} in float64, {8e-6 * R * P:.0f} MB", flush=True)
-        J = torch.empty(R, P, dtype=torch.float64, device=self.params[0].device)
-        with contextlib.suppress(NotImplementedError):
-            g = torch.Generator(J.device).manual_seed(0)
-            r = self.residuals(self.net, batch)
-            v = {k: torch.rand(len(r[k]), generator=g, dtype=J.dtype, device=J.device) for k in r}
-            jacobian(self.residuals, self.net, batch, lambda r: v, J)
-            total = sum((v[k] * r[k]).sum() for k in r)
-            grads = torch.autograd.grad(total, self.params, allow_unused=True, materialize_grads=True)
-            difference = J.sum(0) - torch.cat([g.flatten() for g in grads])
-            if not difference.norm() > 1e-9 * math.sqrt(R) * J.norm():  # rounding; nan is for backward() to report
-                return J, jacobian
-        print("natural gradient: a module that jacobian() does not know; torch.func takes over, slowly", flush=True)
-        return None, jacobian_by_func
-
-
-NG_BYTES = 4e9  # limit for J and its Gram matrix
-
-
-def gram(A):
-    """Lower triangle of A A^T (what Cholesky reads), by blocks of rows: little more than half the work."""
-    n = len(A)
-    G, block = A.new_zeros(n, n), -(-n // 8)
-    for i in range(0, n, block):
-        torch.mm(A[i : i + block], A[: i + block].T, out=G[i : i + block, : i + block])
-    return G
-
-
-class Tape(torch.overrides.TorchFunctionMode):
-    """Records every operation through which parameters meet samples: linear(a, W, b) and lerp(y, h, alpha)."""
-
-    open = False  # squared_distance() takes no short cut past linear() meanwhile
-
-    def __init__(self):
-        super().__init__()
-        self.records = []  # (channels of the input, W or alpha, b, channels of the output)
-
-    def __enter__(self):
-        Tape.open = True
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        Tape.open = False
-        return super().__exit__(*error)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name not in ("linear", "lerp"):
-            return out
-        if isinstance(out, Jet):  # gradients per sample want a row per sample, also where all rows are equal
-            out = Jet([None if c is None else out.full(k) for k, c in enumerate(out.channels)], out.plan)
-        if name == "linear":
-            a, W, b = [*args, *(kwargs or {}).values(), None][:3]
-        else:
-            (y, h, W), b = args, None
-            a = h - y
-        channels = lambda a: a.channels if isinstance(a, Jet) else [a]
-        self.records.append((channels(a), W, b, channels(out)))
-        return out
-
-
-def jacobian(residuals, net, batch, scale, J):
-    """r {name: [B]}, its factors scale(r), and J [rows, parameters] = d (factor * r) / d theta of all residuals, one
-    below the other, in the order of net.parameters(), written to the buffer J if its size fits.
-
-    Every residual depends on its own sample alone, so one backward pass of sum r gives, at the output of each linear
-    map, the gradients of all samples side by side; with the map's input they make the rows of J, summed over the
-    channels of a jet. One backward pass per name."""
-    params = list(net.parameters())
-    first, P = {}, 0
-    for p in params:
-        first[p], P = P, P + p.numel()
-    with Tape() as tape:
-        r = residuals(net, batch)
-    with torch.no_grad():
-        factor = scale({k: v.detach() for k, v in r.items()})
-        R = sum(len(v) for v in r.values())
-        J = J if J is not None and J.shape == (R, P) else params[0].new_empty(R, P)
-        outputs = [c for *_, out in tape.records for c in out if c is not None]
-        row = 0
-        for k, v in r.items():
-            grads = iter(torch.autograd.grad(v, outputs, factor[k], retain_graph=True, allow_unused=True))
-            block = {p: J[row : row + len(v), first[p] : first[p] + p.numel()] for p in params}
-            row += len(v)
-            written = set()
-
-            def put(p, g):  # [B, *p.shape]
-                block[p].add_(g.flatten(1)) if p in written else block[p].copy_(g.flatten(1))
-                written.add(p)
-
-            for a, W, b, out in tape.records:
-                delta = [None if c is None else next(grads) for c in out]
-                used = [(d, c) for d, c in zip(delta, a) if d is not None]
-                used = [(e, f) for d, c in used for e, f in (zip(d, c) if d.dim() > 2 else [(d, c)])]  # groups apart
-                if not used:
-                    continue
-                if W.dim() not in (0, 2) or any(d.dim() != 2 or len(d) != len(v) for d, _ in used):
-                    raise NotImplementedError("jacobian: a residual per sample and maps of [B, n] are wanted")
-                at_b = torch.zeros_like(used[0][0]) if delta[0] is None else delta[0]
-                if W.dim() == 0:
-                    put(W, sum((d * c).sum(1, keepdim=True) for d, c in used))
-                    continue
-                plain = W in block and (b is None or b in block)
-                to = block[W].unflatten(1, W.shape) if plain else v.new_empty(len(v), *W.shape)
-                add = plain and W in written
-                used = [(d.unsqueeze(2), c.expand(len(v), -1).unsqueeze(1)) for d, c in used]
-                size = max(1, 2**18 // W.numel())  # rows at a time, so that all channels meet them in the cache
-                for lo in range(0, len(v), size):
-                    part = to[lo : lo + size]
-                    for i, (d, c) in enumerate(used):
-                        d, c = d[lo : lo + size], c[lo : lo + size]
-                        part.addcmul_(d, c) if i or add else torch.mul(d, c, out=part)
-                if plain:
-                    written.add(W)
-                    if b is not None:
-                        put(b, at_b)
-                else:  # W is made of parameters (factorized weights, a Gaussian layer): chain rule
-                    made, by = ([W], [to]) if b is None else ([W, b], [to, at_b])
-                    chain = torch.autograd.grad(made, params, by, retain_graph=True, allow_unused=True,
-                                                is_grads_batched=True)
-                    for p, g in zip(params, chain):
-                        if g is not None:
-                            put(p, g)
-            for p in set(params) - written:
-                block[p].zero_()
-    return {k: v.detach() for k, v in r.items()}, factor, J
-
-
-def jacobian_by_func(residuals, net, batch, scale, J):
-    """The same for any module, by one backward pass per row (torch.func.jacrev)."""
-    with torch.no_grad():
-        r = residuals(net, batch)
-        factor = scale(r)
-
-    def stacked(p):
-        r = residuals(lambda x: torch.func.functional_call(net, p, (x,)), batch)
-        return torch.cat([factor[k] * r[k] for k in r])
-
-    J = torch.func.jacrev(stacked, chunk_size=64)(dict(net.named_parameters()))
-    return r, factor, torch.cat([d.detach().reshape(len(d), -1) for d in J.values()], 1)
-
-
-# ------------------------------------------------------------------------------------------------
-# Training: sample -> named residuals -> squared, averaged, weighted -> optimiser
-# ------------------------------------------------------------------------------------------------
-
-
-def train(nets, sample, residuals, steps, *, lr=1e-3, warmup=0, decay=1.0, decay_every=1000, optimizer="adam",
-          damping=1e-3, momentum=0.0, weights=None, weighting="fixed", causal=None, pseudo_time=False, constants=None,
-          evaluate=None, seeds=None, compile=False, folder=None, config=None, resume=False, save_seconds=None,
-          save_steps=None, stop=None, together=True):
+def train(nets, sample, residuals, steps, *, lr=1e-3, optimizer="adam", optimizer_options=None, weights=None,
+          weighting="fixed", causal=None, pseudo_time=False, constants=None, evaluate=None, seeds=None, compile=False,
+          save=None, stop=None, processes=Alone):
     """Train one network, or several at once (one per seed), and return the history: a list of rows.
 
     sample(generator) -> batch, a dict of tensors [B, ...], drawn anew every step.
-    residuals(net, batch) -> {name: r [B]}, per-point residuals, never squares. The loss is
-        sum over names of weight * mean(r^2).
+    residuals(net, batch) -> {name: r [B]}, never squares; the loss is the sum over names of weight * mean(r^2).
+    lr: a number, or a function of the step such as Schedule(1e-3, warmup=500, decay=0.9, every=1000).
+    optimizer: "adam", "soap" (package pytorch-optimizer), or "ng", natural gradient, for one float64 network: lr is its
+        longest step, 1 at the start. optimizer_options go to it; those of ng are damping and momentum.
     weighting: "fixed" keeps `weights` ({name: w}, default 1); "grad_norm" and "ntk" rebalance them.
-    causal: {"terms": [names], "tol": 1.0, "chunks": 32} weights these terms by time; their rows must be
-        sorted by time.
-    pseudo_time: for a residual given as a pair (r, q) minimise r + lam (q - q now) instead, a step of size 1 / lam
-        of implicit Euler for q_t = -r. It leaves the loss alone and changes its gradient. lam, 1 at first, follows
-        |change of r| / |change of q| over a step, within [0.01, 100]. Without it q is ignored.
+    causal: {"terms": [names], "tol": 1.0, "chunks": 32} weights these terms by time; their rows are sorted by it.
+    pseudo_time: for a residual given as a pair (r, q) minimise r + lam (q - q now), a step of size 1 / lam of implicit
+        Euler for q_t = -r. It leaves the loss alone and changes its gradient. Without it q is ignored.
     constants(step) -> {name: number} joins the batch, say the viscosity of a curriculum.
-    optimizer: "adam", "soap", or "ng", natural gradient, for one float64 network; there lr is the longest step, 1 at
-        the start, damping the first lam and momentum SPRING's.
-    lr rises linearly over `warmup` steps, then falls by `decay` per `decay_every` steps.
-    evaluate(net) -> {name: number}, joins the history about 100 times a run.
-    Several nets train as one: parameters are stacked, the residuals vmapped, the losses summed; each
-        keeps its own draws and its own weights. The nets given hold the trained parameters at the end.
-    folder: history.csv and checkpoint.pt go there, the latter every save_seconds (120) and every save_steps steps;
-        the one before is kept. resume continues from that checkpoint, bit for bit on a CPU, and refuses one whose
-        `config` differs.
-    stop() -> bool is asked after every step; if true, the checkpoint is written and Stopped raised.
-    together: under torchrun every process draws its own points, gradients and weights are averaged
-        (DistributedDataParallel), and the first process alone writes. False: this process trains by itself."""
+    evaluate(net) -> {name: number} joins the history, about 100 times a run.
+    nets: several train as one, stacked and vmapped, each with its own draws and weights (`seeds`); they hold the
+        trained parameters at the end. compile: True, or options for torch.compile.
+    save: Save("runs/mine"). stop() -> bool is asked after every step; if true, saves and raises Stopped."""
     nets = list(nets) if isinstance(nets, (list, tuple)) else [nets]
     seeds = list(range(len(nets))) if seeds is None else list(seeds)
-    device = next(nets[0].parameters()).device
-    torch.set_flush_denormal(True)  # subnormal numbers (tails of Gaussians) are slow on CPUs
-    keep_memory()
-    params, over_members = _members(nets)
-    member_pairs, residuals = over_members(_pairs(residuals)), _stepped(residuals)
-    member_residuals = over_members(residuals)
-    values = {name: p.detach() for name, p in params.items()}  # the same storage, without autograd
-    ng = optimizer == "ng"
-    if ng and (len(nets) > 1 or compile):
+    rate = lr if callable(lr) else Schedule(lr)
+    check_choices(nets, optimizer, weighting, compile, processes)
+    saved = load_checkpoint(save) if save is not None and save.resume else None
+    problem = Problem(nets, residuals, causal, processes)
+    opt = make_optimizer(optimizer, problem, rate(0), optimizer_options or {})
+    draws = [torch.Generator(problem.device).manual_seed(1000003 * s + 1 + 7919 * processes.number) for s in seeds]
+    state = State(problem.values, problem.buffers, opt, draws)
+    if saved is not None:
+        state.unpack(saved, processes.number)
+    batch = None if saved else first_batch(problem, state, sample, constants, weights or {}, pseudo_time)
+    gradient = gradient_of(problem, opt, compile)
+    every, rebalance = max(1, steps // 100), max(1, min(1000, steps // 20))
+    clock = Clock(state, steps)
+    while state.step <= steps:
+        batch = draw(problem, state, sample, constants) if batch is None else batch
+        if weighting != "fixed" and state.step % rebalance == 0:
+            new = balanced(gradient_sizes(weighting, problem, batch, draws))
+            state.weights = {k: 0.9 * state.weights[k] + 0.1 * new[k] for k in new}
+        for group in opt.param_groups:
+            group["lr"] = rate(state.step)
+        losses = gradient(problem, opt, batch, state.weights)
+        state.sums = {k: state.sums[k] + v if state.sums else v for k, v in losses.items()}
+        state.count += 1
+        if state.step % every == 0 or state.step == steps:
+            state.history += rows_of(problem, state, seeds, batch, weighting, evaluate, clock.seconds())
+            state.sums, state.count = {}, 0
+            if save is not None and processes.number == 0:
+                write_rows(Path(save.folder) / "history.csv", state.history)
+        check_losses(problem, state, losses)
+        if state.step < steps:
+            take_step(problem, state, batch)
+        batch, state.step = None, state.step + 1
+        clock.report(state)
+        if save_or_stop(state, steps, save, clock, stop is not None and stop(), processes):
+            raise Stopped(f"stopped after step {state.step - 1} of {steps}")
+    return state.history
+
+def check_choices(nets, optimizer, weighting, compile, processes):
+    """What train() refuses before anything is drawn, moved or written."""
+    for name, value, known in (("optimizer", optimizer, OPTIMIZERS), ("weighting", weighting, WEIGHTINGS)):
+        if value not in known:
+            raise ValueError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
+    if optimizer == "ng" and (len(nets) > 1 or compile):
         raise ValueError("--optimizer ng trains one network, uncompiled; use --seeds 1 and --compile off")
-    opt = (NaturalGradient(nets[0], residuals, lr, damping, momentum) if ng
-           else make_optimizer(optimizer, list(params.values()), lr))
-    rank, ranks = world() if together else (0, 1)
-    if ranks > 1 and (ng or len(nets) > 1):
+    if processes.count > 1 and (optimizer == "ng" or len(nets) > 1):
         raise ValueError("torchrun: several processes train one network by adam or soap; use --seeds 1 and another "
                          "--optimizer, or one process")
-    average = averaged if ranks > 1 else lambda x: x
-    generators = [torch.Generator(device).manual_seed(1000003 * seed + 1 + 7919 * rank) for seed in seeds]
-    every = max(1, steps // 100)
-    rebalance = max(1, min(1000, steps // 20))
 
-    def objective(p, batch, w):
-        r = member_residuals(p, batch)  # {name: [S, B]}
-        c = causal_weights(r, **causal, average=average) if causal else {}
-        losses = {k: (c.get(k, 1) * r[k] ** 2).mean(1) for k in r}  # {name: [S]}
-        return sum((w[k] * losses[k]).sum() for k in losses), losses
+def make_optimizer(name, problem, lr, options):
+    params = list(problem.params.values())
+    if name == "adam":
+        return torch.optim.Adam(params, lr, **dict(fused=True) | options)
+    if name == "ng":
+        try:
+            from kernels.natural_gradient import NaturalGradient
+        except ImportError:
+            raise ValueError("optimizer: ng is kernels/natural_gradient.py; copy the folder kernels/ beside common.py, "
+                             "or use adam or soap") from None
+        return NaturalGradient(problem.nets[0], problem.stepped, lr, **options)
+    try:
+        from pytorch_optimizer import SOAP
+    except ImportError:
+        raise ValueError("--optimizer soap: the package is missing; pip install pytorch-optimizer") from None
+    return SOAP(params, lr, **dict(betas=(0.9, 0.999), weight_decay=0.0, precondition_frequency=10) | options)
 
-    def draw():
-        batches = [sample(g) | {k: torch.tensor(v, device=device) for k, v in constants(step).items()}
-                   if constants else sample(g) for g in generators]
-        batches = [b | {f"lam_{k}": v[s] for k, v in lam.items()} for s, b in enumerate(batches)]
-        return batches[0] if len(nets) == 1 else {k: torch.stack([b[k] for b in batches]) for k in batches[0]}
+class Problem:
+    """What is minimised. S networks as one: `params` and `buffers` {name: tensor}, stacked [S, ...] where S > 1 (the
+    networks then hold views of them; frozen parameters count as buffers), and residuals {name: [S, B]} of them."""
 
-    # Compile the whole step, gradient included; of large networks the repeated parts, which takes less time to compile
-    # and 4 to 20% more per step (PirateNet 3 and 6 x 256, modified MLP 4 x 256, one trial).
-    eager = (lambda: torch.compiler.set_stance("force_eager")) if compile else contextlib.nullcontext
-    whole = compile and ranks == 1 and (len(nets) > 1 or sum(p.numel() for p in values.values()) < WHOLE_STEP)
-    if compile:
-        torch.compiler.reset()  # the runs of --all would fill the compiler's list of variants and end up uncompiled
-        slow = device.type == "cpu" and half_speed_mkl()
-        options = dict(dynamic=False, options={"post_grad_custom_post_pass": by_onednn()} if slow else None)
-    if whole:
-        compiled = torch.compile(torch.func.grad_and_value(objective, has_aux=True), **options)
-    elif compile:
-        nets[0].compile(**options)
-
-    loss = lambda batch, w: objective(params, batch, w)
-    if ranks > 1:
-        on = [device] if device.type == "cuda" else None
-        loss = nn.parallel.DistributedDataParallel(_Loss(nets[0], loss), on)
-
-    def row_factors(r, w):
-        """What makes |factor * r|^2 the loss: sqrt(weight * causal weight / count), {name: [B]}."""
-        c = causal_weights({k: v.unsqueeze(0) for k, v in r.items()}, **causal) if causal else {}
-        return {k: torch.sqrt(w[k] * c.get(k, torch.ones_like(v)) / len(v)).expand(1, len(v))[0] for k, v in r.items()}
-
-    def backward(batch, w):
-        if ng:
-            r = opt.backward(batch, lambda r: row_factors(r, w))
-            one = row_factors(r, {k: torch.ones_like(v) for k, v in w.items()})
-            losses = {k: (one[k] * r[k]).square().sum(0, keepdim=True) for k in r}
-        elif whole:
-            grads, (total, losses) = compiled(values, batch, w)
-            for name, p in params.items():
-                p.grad = grads[name].contiguous()  # fused Adam walks through memory, whatever the strides
-        else:
-            opt.zero_grad()
-            total, losses = loss(batch, w)
-            total.backward()
-            losses = {k: average(v.detach()) for k, v in losses.items()}
-        return losses
-
-    step, seconds, history, sums, count = 0, 0.0, [], {}, 0
-    w, lam = None, {}  # {name: [S]}, once the names are known
-    path = None if folder is None else Path(folder) / "checkpoint.pt"
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    if resume:
-        state = load_checkpoint(path, config)
-        with torch.no_grad():
-            for name, p in params.items():
-                p.copy_(state["params"][name])
-        opt.load_state_dict(state["optimizer"])
-        for g, s in zip(generators, state["generators"][rank]):
-            g.set_state(s.cpu())
-        w, lam = ({k: v.to(device) for k, v in state[name].items()} for name in ("weights", "lam"))
-        sums = {k: v.to(device) for k, v in state["sums"].items()}
-        step, seconds, history, count = state["step"], state["seconds"], state["history"], state["count"]
-    start = saved = time.perf_counter()
-    bar = progress(steps, step)
-    # For the estimate of the time: ends of the first steps without evaluations, seconds of one, of all evaluations.
-    ticks, looking, looked = [], 0.0, 0.0
-    while step <= steps:
-        record = step % every == 0 or step == steps
-        batch = draw()
-        if w is None:
-            with torch.no_grad(), eager():
-                r = member_residuals(params, batch)
-            for k in r:
-                if r[k].dim() != 2:
-                    raise ValueError(f"residuals: {k!r} is {list(r[k].shape[1:])}; one number per point is wanted, [B]")
-            if unknown := set(weights or {}) - set(r):
-                raise ValueError(f"weights: {sorted(unknown)} are no residuals; there are {sorted(r)}")
-            w = {k: torch.full_like(r[k][:, 0], (weights or {}).get(k, 1.0)) for k in r}
-            if pseudo_time:
-                with torch.no_grad(), eager():
-                    lam = {k: torch.ones_like(w[k]) for k in member_pairs(params, batch)}
-                continue  # draw again, with lam
-        if weighting != "fixed" and step % rebalance == 0:
-            with eager():
-                new = balanced(gradient_sizes(weighting, member_residuals(params, batch), params, causal, generators,
-                                              average, ranks))
-            w = {k: 0.9 * w[k] + 0.1 * new[k] for k in w}
-        for group in opt.param_groups:
-            group["lr"] = learning_rate(step, lr, warmup, decay, decay_every)
-        losses = backward(batch, w)
-        sums = {k: sums[k] + v if sums else v for k, v in losses.items()}
-        count += 1
-        if device.type == "cpu" or record:  # elsewhere looking costs a synchronisation
-            bad = [k for k, v in losses.items() if not v.isfinite().all()]
-            if bad:
-                raise FloatingPointError(f"the loss of {', '.join(bad)} is not finite at step {step}; try a smaller "
-                                         "--lr, a smaller --gamma, or --dtype float64")
-        if record:
-            now = seconds + time.perf_counter() - start
-            if causal:
-                with torch.no_grad(), eager():
-                    c = causal_weights(member_residuals(params, batch), **causal, average=average)
-                    c = c[causal["terms"][0]]  # [S, B]
+    def __init__(self, nets, residuals, causal=None, processes=Alone):
+        self.nets, self.of_one, self.causal, self.processes = nets, residuals, causal, processes
+        params, self.buffers = dict(nets[0].named_parameters()), dict(nets[0].named_buffers())
+        if len(nets) > 1:
+            params, self.buffers = torch.func.stack_module_state(nets)
             for s, net in enumerate(nets):
-                means = {k: v[s].item() / count for k, v in sums.items()}
-                row = {"step": step, "seed": seeds[s], "loss": sum(w[k][s].item() * m for k, m in means.items())}
-                row |= {f"loss_{k}": m for k, m in means.items()}
-                row |= {f"weight_{k}": v[s].item() for k, v in w.items()} if weighting != "fixed" else {}
-                row |= {f"lam_{k}": v[s].item() for k, v in lam.items()}
-                row |= {"causal_mean": c[s].mean().item(), "causal_last": c[s, -1].item()} if causal else {}
-                row |= {"lr": opt.param_groups[0]["lr"], "seconds": now} | (opt.report() if ng else {})
-                if evaluate is not None:
-                    with torch.no_grad(), eager():
-                        row |= evaluate(net)
-                history.append(row)
-            sums, count = {}, 0
-            if folder is not None and rank == 0:
-                write_rows(Path(folder) / "history.csv", history)
-            for i, last in enumerate(history[-len(nets) :]):
-                best = min(row["loss"] for row in history[i :: len(nets)])
-                if last["loss"] > DIVERGED * best:
-                    term = max((k for k in last if k.startswith("loss_")), key=last.get)[5:]
-                    raise FloatingPointError(f"the loss has diverged: {last['loss']:.1e} at step {step}, most of it "
-                                             f"{term}, after {best:.1e}; try a smaller --lr or a smaller --gamma")
-            looking = seconds + time.perf_counter() - start - now
-            looked += looking
-            if bar:
-                shown = ("loss", "rel_l2", "eps_rank", "damping", "eta")
-                bar.set_postfix({k: f"{row[k]:.3g}" for k in shown if k in row}, refresh=False)
-        if step < steps:
-            look = lam and step % 20 == 0
-            with torch.no_grad(), eager():
-                before = member_pairs(params, batch) if look else {}
-            opt.step()
-            with torch.no_grad(), eager():
-                after = member_pairs(params, batch) if look else {}
-            for k in after:
-                r, q = (new - old for new, old in zip(after[k], before[k]))  # [S, B]
-                ratio = (average(r.square().mean(1)) / average(q.square().mean(1)).clamp(min=1e-30)).sqrt()
-                lam[k] = 0.9 * lam[k] + 0.1 * ratio.clamp(0.01, 100.0)
-            if bar:
-                bar.update()
-        step += 1
-        if len(ticks) < 20:
-            ticks.append(time.perf_counter() - looked)
-            if len(ticks) == 20:
-                usual = sorted(b - a for a, b in zip(ticks, ticks[1:]))[9]  # the first steps compile
-                minutes = ((steps - step) * usual + (steps - step) // every * looking) / 60
-                if minutes > 1:
-                    print(f"{1e3 * usual:.3g} ms per step, {steps - step} steps to go: about "
-                          + (f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"), flush=True)
-        stopping = stop is not None and stop() and step <= steps
-        due = time.perf_counter() - saved > (CHECKPOINT_SECONDS if save_seconds is None else save_seconds)
-        if ranks > 1:  # all of them must agree, and need not at every step
-            votes = torch.tensor([due, stopping], dtype=torch.float32, device=device)
-            due, stopping = (averaged(votes) > 0).tolist() if step % 10 == 0 else (False, False)
-        if path is not None and (due or stopping or step > steps or save_steps and step % save_steps == 0):
-            states = [[g.get_state() for g in generators]] * ranks
-            if ranks > 1:
-                torch.distributed.all_gather_object(states, states[0])
-            if rank == 0:
-                save_checkpoint(path, {
-                    "config": config, "step": step, "seconds": seconds + time.perf_counter() - start,
-                    "history": history, "params": values, "optimizer": opt.state_dict(), "generators": states,
-                    "weights": w, "lam": lam, "sums": sums, "count": count})
-            saved = time.perf_counter()
-        if stopping:
-            raise Stopped(f"stopped after step {step - 1} of {steps}")
-    if bar:
-        bar.close()
-    return history
+                for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
+                    tensor.data = (params | self.buffers)[name].data[s]
+        self.params = {name: p for name, p in params.items() if p.requires_grad}
+        self.buffers |= {name: p.detach() for name, p in params.items() if not p.requires_grad}
+        self.values = {name: p.detach() for name, p in self.params.items()}  # the same memory, without autograd
+        self.device = next(iter(self.values.values())).device
+        self.eager = contextlib.nullcontext  # a context in which nothing is compiled
 
-
-CHECKPOINT_SECONDS = 120.0
-DIVERGED = 1e6  # a loss so many times its best has diverged
-WHOLE_STEP = 200_000  # below so many parameters torch.compile takes the whole step, above the repeated block
-
-
-def keep_memory():
-    """Let large arrays that one step frees serve the next. glibc hands them back to the system, and fetching them page
-    by page takes a tenth to a quarter of a step on a CPU (Example 7)."""
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):  # another C library
-            mallopt = ctypes.CDLL(None).mallopt
-            mallopt(-4, 0)  # M_MMAP_MAX: no array by mmap
-            mallopt(-1, -1)  # M_TRIM_THRESHOLD: never trim the heap
-
-
-def half_speed_mkl():
-    """On an AMD CPU with AVX-512 MKL, by which PyTorch multiplies matrices, reaches half of oneDNN's rate (on Zen 5)."""
-    with contextlib.suppress(OSError):
-        cpu = Path("/proc/cpuinfo").read_text()
-        return "AuthenticAMD" in cpu and "avx512f" in cpu and torch.backends.mkldnn.is_available()
-    return False
-
-
-def by_onednn():
-    """A pass for torch.compile that leaves products of float32 matrices to oneDNN, PyTorch's other library, where the
-    left one lies row by row: two of three in a step, each in half of MKL's time on such a CPU."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    if not hasattr(torch.ops.sfli, "mm"):
-        one = lambda a, b: torch.ops.mkldnn._linear_pointwise(a, b.mT, None, "none", [], "")
-        by_onednn.library = library = torch.library.Library("sfli", "DEF")  # lasts as long as it is referred to
-        library.define("mm(Tensor a, Tensor b) -> Tensor")
-        library.impl("mm", lambda a, b: one(a, b) if a.dim() == 2 else torch.stack(list(map(one, a, b))), "CPU")
-        library.impl("mm", lambda a, b: a.new_empty(*a.shape[:-1], b.shape[-1]), "Meta")
-    aten, mm = torch.ops.aten, torch.ops.sfli.mm.default
-
-    class ByOneDNN(CustomGraphPass):
-        def __call__(self, graph):
-            for node in graph.nodes:
-                if node.kwargs or node.target not in (aten.mm.default, aten.bmm.default, aten.addmm.default):
-                    continue
-                *bias, a, b = node.args
-                left, right = a.meta["val"], b.meta["val"]
-                thin = min(left.shape[-1], right.shape[-1]) < 32
-                if thin or left.dtype != torch.float32 or left.stride(-1) != 1:
-                    continue
-                if not bias:
-                    node.target = mm
-                    continue
-                with graph.inserting_before(node):
-                    product = graph.call_function(mm, (a, b))
-                product.meta = dict(node.meta)
-                node.target, node.args = aten.add.Tensor, (product, *bias)
-
-        def uuid(self):
-            return get_hash_for_files((__file__,))
-
-    return ByOneDNN()
-
-
-def world():
-    """Rank of this process and the number of processes: (0, 1) but under torchrun."""
-    d = torch.distributed
-    return (d.get_rank(), d.get_world_size()) if d.is_available() and d.is_initialized() else (0, 1)
-
-
-def averaged(x):
-    """Mean of x over the processes."""
-    x = x.clone()
-    torch.distributed.all_reduce(x)
-    return x / torch.distributed.get_world_size()
-
-
-def gathered(rows):
-    """The rows of all processes, those of the first one first."""
-    parts = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, rows)
-    return sum(parts, [])
-
-
-class _Loss(nn.Module):
-    """The objective as a module, for DistributedDataParallel."""
-
-    def __init__(self, net, loss):
-        super().__init__()
-        self.net, self.loss = net, loss
-
-    def forward(self, batch, w):
-        return self.loss(batch, w)
-
-
-def _members(nets):
-    """Parameters {name: tensor}, stacked [S, ...] for S > 1 networks, and over_members, which turns residuals (net,
-    batch) -> {name: [B]} into (params, batch) -> {name: [S, B]}."""
-    call = lambda net, p: lambda x: torch.func.functional_call(net, p, (x,))
-    if len(nets) == 1:
-        net, params = nets[0], dict(nets[0].named_parameters())
+    def over_members(self, f, params, batch):
+        """f(net, batch) -> {name: [B]}, or pairs of these, for every network: {name: [S, B]}."""
+        net = self.nets[0]
+        call = lambda p: lambda x: torch.func.functional_call(net, p, (x,))
+        if len(self.nets) > 1:
+            return torch.func.vmap(lambda p, b, batch: f(call(p | b), batch))(params, self.buffers, batch)
         add = lambda v: tuple(map(add, v)) if isinstance(v, tuple) else v.unsqueeze(0)
+        return {k: add(v) for k, v in f(net if params is self.params else call(params), batch).items()}
 
-        def over_members(residuals):
-            return lambda p, batch: {k: add(v) for k, v in
-                                     residuals(net if p is params else call(net, p), batch).items()}
-
-        return params, over_members
-    params, _ = torch.func.stack_module_state(nets)
-    for s, net in enumerate(nets):
-        for name, p in net.named_parameters():
-            p.data = params[name].data[s]  # a view: the nets follow the stacked parameters
-    return params, lambda residuals: torch.func.vmap(lambda p, batch: residuals(call(nets[0], p), batch))
-
-
-def _pairs(residuals):
-    """Those residuals that are pairs (r, q)."""
-    return lambda net, batch: {k: v for k, v in residuals(net, batch).items() if isinstance(v, tuple)}
-
-
-def _stepped(residuals):
-    """Residuals, with r + lam (q - q now) for pairs (r, q) where the batch has a lam for them, r otherwise."""
-
-    def stepped(net, batch):
+    def stepped(self, net, batch):
+        """Residuals of one network, with r + lam (q - q now) for pairs (r, q) where the batch has a lam for them."""
         out = {}
-        for k, v in residuals(net, batch).items():
+        for k, v in self.of_one(net, batch).items():
             r, q = v if isinstance(v, tuple) else (v, None)
             lam = None if q is None else batch.get(f"lam_{k}")
             out[k] = r if lam is None else r + lam * (q - q.detach())
         return out
 
-    return stepped
+    def residuals(self, params, batch):
+        return self.over_members(self.stepped, params, batch)
 
+    def pairs(self, batch):
+        """Those residuals that are pairs (r, q)."""
+        only = lambda net, batch: {k: v for k, v in self.of_one(net, batch).items() if isinstance(v, tuple)}
+        with torch.no_grad(), self.eager():
+            return self.over_members(only, self.params, batch)
 
-def make_optimizer(name, params, lr):
-    if name == "adam":
-        return torch.optim.Adam(params, lr, fused=True)
-    try:
-        from pytorch_optimizer import SOAP
-    except ImportError:
-        raise ValueError("--optimizer soap: the package is missing; pip install pytorch-optimizer") from None
-    return SOAP(params, lr, betas=(0.9, 0.999), weight_decay=0.0, precondition_frequency=10)
+    def causality(self, r):
+        return causal_weights(r, **self.causal, average=self.processes.average) if self.causal else {}
 
+    def objective(self, params, batch, w):
+        """The loss of all networks together, and {name: mean(r^2) [S]}."""
+        r = self.residuals(params, batch)
+        c = self.causality(r)
+        losses = {k: (c.get(k, 1) * r[k] ** 2).mean(1) for k in r}
+        return sum((w[k] * losses[k]).sum() for k in losses), losses
 
-def learning_rate(step, lr, warmup, decay, decay_every):
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    return lr * decay ** ((step - warmup) / decay_every)
+# Three ways to a gradient: each (problem, opt, batch, weights) -> {name: loss [S]} leaves opt ready for opt.step().
 
+def gradient_of(problem, opt, compile):
+    """The way that train() takes, compiled as asked."""
+    if hasattr(opt, "natural_gradient"):
+        return lambda problem, opt, batch, w: opt.natural_gradient(problem, batch, w)
+    if not compile:
+        return gradient_by_autograd
+    options = dict(dynamic=False) | (compile if isinstance(compile, dict) else {})
+    problem.eager = lambda: torch.compiler.set_stance("force_eager")
+    if problem.processes.count > 1:  # whose averages interrupt a compiled function
+        problem.objective = torch.compile(problem.objective, **options)
+        return gradient_by_autograd
+    problem.compiled = torch.compile(torch.func.grad_and_value(problem.objective, has_aux=True), **options)
+    return compiled_gradient
 
-def causal_weights(r, terms, tol=1.0, chunks=32, average=lambda x: x):
+def gradient_by_autograd(problem, opt, batch, w):
+    """Reverse mode through the networks as they are, compiled or not, averaged over the processes."""
+    opt.zero_grad()
+    total, losses = problem.objective(problem.params, batch, w)
+    total.backward()
+    if problem.processes.count > 1:
+        grads = [p.grad for p in problem.params.values() if p.grad is not None]
+        mean = problem.processes.average(torch.cat([g.flatten() for g in grads]))
+        for g, m in zip(grads, mean.split([g.numel() for g in grads])):
+            g.copy_(m.view_as(g))
+    return {k: problem.processes.average(v.detach()) for k, v in losses.items()}
+
+def compiled_gradient(problem, opt, batch, w):
+    """Value and gradient in one compiled function."""
+    grads, (_, losses) = problem.compiled(problem.values, batch, w)
+    for name, p in problem.params.items():
+        p.grad = grads[name].contiguous()  # fused Adam walks through memory, whatever the strides
+    return losses
+
+# The parts of a step, in their order.
+
+def draw(problem, state, sample, constants):
+    """The batches of all networks, stacked where they are several, with the constants of the step and lam in them."""
+    numbers = {k: torch.tensor(v, device=problem.device) for k, v in constants(state.step).items()} if constants else {}
+    batches = [sample(g) | numbers | {f"lam_{k}": v[s] for k, v in state.lam.items()}
+               for s, g in enumerate(state.generators)]
+    return batches[0] if len(batches) == 1 else {k: torch.stack([b[k] for b in batches]) for k in batches[0]}
+
+def first_batch(problem, state, sample, constants, weights, pseudo_time):
+    """The batch of step 0, which tells the names of the residuals: initial weights and lam. With pseudo-time that step
+    wants another one, with lam in it: None."""
+    batch = draw(problem, state, sample, constants)
+    with torch.no_grad():
+        r = problem.residuals(problem.params, batch)
+    for k in r:
+        if r[k].dim() != 2:
+            raise ValueError(f"residuals: {k!r} is {list(r[k].shape[1:])}; one number per point is wanted, [B]")
+    if unknown := set(weights) - set(r):
+        raise ValueError(f"weights: {sorted(unknown)} are no residuals; there are {sorted(r)}")
+    pairs = problem.pairs(batch) if pseudo_time else {}
+    if pseudo_time and not pairs:
+        raise ValueError(f"pseudo_time: no residual is a pair (r, q); there are {sorted(r)}")
+    state.weights = {k: torch.full_like(r[k][:, 0], weights.get(k, 1.0)) for k in r}
+    state.lam = {k: torch.ones_like(state.weights[k]) for k in pairs}
+    return None if pseudo_time else batch
+
+def causal_weights(r, terms, tol=1.0, chunks=32, average=Alone.average):
     """w_i = exp(-tol sum_{j<i} L_j), L_j the mean square of time chunk j, the smallest over `terms`; constants
     for the gradient. {name: [S, B]}; rows sorted by time, B a multiple of chunks."""
     weight = None
@@ -1390,50 +918,113 @@ def causal_weights(r, terms, tol=1.0, chunks=32, average=lambda x: x):
         weight = w_k if weight is None else torch.minimum(weight, w_k)
     return {k: weight.repeat_interleave(r[k].shape[1] // chunks, 1) for k in terms}
 
-
-def gradient_sizes(scheme, r, params, causal, generators, average=lambda x: x, ranks=1):
+def gradient_sizes(scheme, problem, batch, generators):
     """{name: [S]}. "grad_norm": norm of the gradient of the term's loss (Wang, Teng, Perdikaris 2021). "ntk": mean over
     its points of |d r_i / d theta|^2 (Wang, Yu, Perdikaris 2022), estimated without bias and without per-point
     Jacobians by |grad sum_i v_i r_i|^2 / B with random signs v."""
-    c = causal_weights(r, **causal, average=average) if causal else {}
-    sizes, factor = {}, 1 if scheme == "grad_norm" else math.sqrt(ranks)  # signed sums add up over processes
+    with problem.eager():
+        r, params, sizes = problem.residuals(problem.params, batch), list(problem.params.values()), {}
+    c, many = problem.causality(r), problem.processes.count
     for k in r:
         scaled = r[k] * c[k].sqrt() if k in c else r[k]  # [S, B]
+        S, B = scaled.shape
         if scheme == "grad_norm":
             target = scaled.square().mean(1).sum()
         else:
-            B = scaled.shape[1]
             v = torch.stack([torch.randint(0, 2, (B,), generator=g, device=g.device) for g in generators])
-            target = ((2 * v - 1) * scaled).sum() / math.sqrt(B)
-        grads = torch.autograd.grad(target, list(params.values()), retain_graph=True, allow_unused=True)
-        square = sum((factor * average(d)).square().reshape(len(scaled), -1).sum(1)
-                     for d in grads if d is not None)
+            target = ((2 * v - 1) * scaled).sum() / math.sqrt(B / many)  # signed sums add up over processes
+        grads = torch.autograd.grad(target, params, retain_graph=True, allow_unused=True)
+        square = sum(problem.processes.average(d).square().reshape(S, -1).sum(1) for d in grads if d is not None)
         sizes[k] = square.sqrt() if scheme == "grad_norm" else square
     return sizes
-
 
 def balanced(sizes):
     """Weights that make weight * size equal for all terms, normalised as in jaxpi: mean(sizes) / size."""
     mean = sum(sizes.values()) / len(sizes)
     return {k: mean / (v + 1e-12 * mean) for k, v in sizes.items()}
 
+@torch.no_grad()
+def rows_of(problem, state, seeds, batch, weighting, evaluate, seconds):
+    """A row of the history for every network."""
+    rows = []
+    with problem.eager():
+        c = problem.causality(problem.residuals(problem.params, batch)) if problem.causal else {}
+        for s, net in enumerate(problem.nets):
+            means = {k: v[s].item() / state.count for k, v in state.sums.items()}
+            row = {"step": state.step, "seed": seeds[s]}
+            row |= {"loss": sum(state.weights[k][s].item() * m for k, m in means.items())}
+            row |= {f"loss_{k}": m for k, m in means.items()}
+            row |= {f"weight_{k}": v[s].item() for k, v in state.weights.items()} if weighting != "fixed" else {}
+            row |= {f"lam_{k}": v[s].item() for k, v in state.lam.items()}
+            for w in list(c.values())[:1]:  # all terms have the same
+                row |= {"causal_mean": w[s].mean().item(), "causal_last": w[s, -1].item()}
+            row |= {"lr": state.optimizer.param_groups[0]["lr"], "seconds": seconds}
+            row |= state.optimizer.report() if hasattr(state.optimizer, "report") else {}
+            rows.append(row | (evaluate(net) if evaluate is not None else {}))
+    return rows
 
-def progress(steps, start):
-    """A progress bar with loss, error, rank and the time left; None where stderr is no terminal or tqdm is absent."""
-    with contextlib.suppress(ImportError):
-        if sys.stderr.isatty():
-            from tqdm import tqdm
+def take_step(problem, state, batch):
+    """opt.step(); every 20th time lam follows |change of r| / |change of q| over it, within [0.01, 100]."""
+    look = state.lam and state.step % 20 == 0
+    before = problem.pairs(batch) if look else {}
+    state.optimizer.step()
+    after = problem.pairs(batch) if look else {}
+    for k in after:
+        r, q = (problem.processes.average((new - old).square().mean(1)) for new, old in zip(after[k], before[k]))  # [S]
+        ratio = (r / q.clamp(min=1e-30)).sqrt()
+        state.lam[k] = 0.9 * state.lam[k] + 0.1 * ratio.clamp(0.01, 100.0)
 
-            return tqdm(total=steps, initial=min(start, steps), dynamic_ncols=True, unit="step")
+def check_losses(problem, state, losses):
+    """Finite, and where a row has just been written not far above its best."""
+    recorded = state.count == 0
+    if recorded or problem.device.type == "cpu":  # elsewhere looking costs a synchronisation
+        if bad := [k for k, v in losses.items() if not v.isfinite().all()]:
+            raise FloatingPointError(f"the loss of {', '.join(bad)} is not finite at step {state.step}; try a smaller "
+                                     "--lr, a smaller --gamma, or --dtype float64")
+    members = len(problem.nets)
+    for i, last in enumerate(state.history[-members:] if recorded else []):
+        best = min(row["loss"] for row in state.history[i::members])
+        if last["loss"] > DIVERGED * best:
+            term = max((k for k in last if k.startswith("loss_")), key=last.get)[5:]
+            raise FloatingPointError(f"the loss has diverged: {last['loss']:.1e} at step {last['step']}, most of it "
+                                     f"{term}, after {best:.1e}; try a smaller --lr or a smaller --gamma")
 
+class Clock:
+    """Seconds of training, and a line after 20 of them, then every two minutes: step, last row, time left."""
 
-class Stopped(Exception):
-    """Training was asked to stop and has written its checkpoint."""
+    def __init__(self, state, steps):
+        self.before, self.first, self.steps = state.seconds, state.step, steps
+        self.start = self.saved = self.told = time.perf_counter()
 
+    def seconds(self):
+        return self.before + time.perf_counter() - self.start
 
-def previous(path):
-    return path.with_name(f"{path.stem}_previous{path.suffix}")
+    def report(self, state):
+        now = time.perf_counter()
+        if state.step <= self.steps and now - self.told > (20 if self.told == self.start else 120):
+            self.told, row = now, state.history[-1]
+            shown = [f"{k} {row[k]:.3g}" for k in ("loss", "rel_l2", "eps_rank", "damping", "eta") if k in row]
+            minutes = (now - self.start) / (state.step - self.first) * (self.steps - state.step) / 60
+            left = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+            print(f"step {state.step} of {self.steps}: {', '.join(shown)}, about {left} to go", flush=True)
 
+def save_or_stop(state, steps, save, clock, stopping, processes):
+    """Write the checkpoint where one is due; -> whether to stop here. Processes agree, every tenth step."""
+    end = state.step > steps
+    due = save is not None and time.perf_counter() - clock.saved > save.seconds
+    if processes.count > 1:
+        votes = processes.gather((due, stopping)) if state.step % 10 == 0 else [(False, False)]
+        due, stopping = (any(votes) for votes in zip(*votes))
+    due = due or end or stopping or save is not None and save.steps and state.step % save.steps == 0
+    if save is not None and due:
+        state.seconds = clock.seconds()
+        packed = state.pack(processes)
+        if processes.number == 0:
+            save_checkpoint(Path(save.folder) / "checkpoint.pt", packed | {"config": save.config})
+        clock.saved = time.perf_counter()
+    return stopping and not end
+
+# Files: whole at every moment, whatever happens to the process.
 
 def save_checkpoint(path, state):
     """Write the checkpoint; the one before stays as checkpoint_previous.pt. At no moment is there none of the name."""
@@ -1450,32 +1041,34 @@ def save_checkpoint(path, state):
 
     atomically(path, write)
 
+def previous(path):
+    return path.with_name(f"{path.stem}_previous{path.suffix}")
 
-def load_checkpoint(path, config):
-    """The state in `path`, or where that cannot be read in the one before."""
-    if path is None or not (path.exists() or previous(path).exists()):
+def load_checkpoint(save):
+    """The state in checkpoint.pt, or where that cannot be read in the one before."""
+    path = Path(save.folder) / "checkpoint.pt"
+    if not (path.exists() or previous(path).exists()):
         raise ValueError(f"--resume: there is no checkpoint {path}; run without --resume first")
     errors = []
     for file in (path, previous(path)):
         try:
             state = torch.load(file, weights_only=True, map_location="cpu")
-            found = state["config"]
+            found, config = state["config"] or {}, save.config or {}
             break
         except Exception as e:
             errors.append(f"{file} cannot be read ({type(e).__name__})")
     else:
         raise ValueError(f"--resume: {errors[0]}; run without --resume")
-    if found != config:
-        differs = [k for k in {**(found or {}), **(config or {})} if (found or {}).get(k) != (config or {}).get(k)]
+    if differs := [k for k in found | config if found.get(k) != config.get(k)]:
         raise ValueError(f"--resume: {file} is of another configuration ({', '.join(differs)} differ); "
                          "use the same flags, or another --out")
     if errors:
         print(f"{errors[0]}; continuing from {file.name}", flush=True)
     return state
 
-
 def atomically(path, write):
     """write(temporary path), then rename: `path` is always whole, the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(tmp)
@@ -1483,7 +1076,6 @@ def atomically(path, write):
     except BaseException:
         tmp.unlink(missing_ok=True)
         raise
-
 
 def write_rows(path, rows):
     def write(tmp):
@@ -1493,532 +1085,3 @@ def write_rows(path, rows):
             out.writerows(rows)
 
     atomically(path, write)
-
-
-# ------------------------------------------------------------------------------------------------
-# Command line and output
-# ------------------------------------------------------------------------------------------------
-
-
-def fail(message, status=2):
-    """One line on stderr, naming the flag and the remedy; exit status 2 for bad input."""
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    raise SystemExit(status)
-
-
-@contextlib.contextmanager
-def reported(folder, plot=True):
-    """What a run into `folder` may end with, in one line: bad input, a full disk (status 2), divergence (status 1), and
-    Ctrl-C or SIGTERM (130, 143) after the step under way. Yields stop() for train(). Refuses a folder in use; after
-    a divergence draws the history up to there."""
-    signals, old = [], {}
-
-    def note(number, frame):
-        signals.append(number)
-        signal.signal(number, old[number])  # a second one is not waited for
-
-    if threading.current_thread() is threading.main_thread():
-        old = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with locked(folder):
-            yield lambda: bool(signals)
-    except ValueError as e:
-        fail(e)
-    except OSError as e:
-        fail(f"--out: cannot write to {folder} ({e.strerror}); choose another folder or make room")
-    except FloatingPointError as e:
-        if plot:
-            plot_history(folder)
-        fail(f"{Path(folder).name}: {e}", status=1)
-    except Stopped as e:
-        again = sys.argv if "--resume" in sys.argv else [*sys.argv, "--resume"]
-        fail(f"{Path(folder).name}: {e}; continue with: python {shlex.join(again)}", status=128 + signals[0])
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def locked(folder):
-    """Hold `folder`, which need not exist yet, against other runs; the system lets go when the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        fcntl = None
-    if fcntl is None or world()[0] > 0:
-        yield
-        return
-    new = [p for p in (Path(folder), *Path(folder).parents) if not p.exists()]
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"--out: another run is writing to {folder}; wait for it, or use another --out") from None
-        yield
-    finally:
-        os.close(handle)
-        with contextlib.suppress(OSError):
-            for p in new:
-                p.rmdir()  # if nothing was written
-
-
-def positive(kind):
-    def parse(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < math.inf:
-            wanted = "integer" if kind is int else "number"
-            raise argparse.ArgumentTypeError(f"must be a positive {wanted}, got {text!r}")
-        return value
-
-    return parse
-
-
-def natural(text):
-    if not text.isdecimal() or len(text) > 12:
-        raise argparse.ArgumentTypeError(f"must be an integer from 0 to 10^12, got {text!r}")
-    return int(text)
-
-
-def fraction(text):
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"must be a number in [0, 1), got {text!r}")
-    return value
-
-
-def parse_args(description, presets, argv=None, extra=None):
-    """The flags shared by all scripts. `presets` = {"paper": {...}, "laptop": {...}, "smoke": {...}} fills what the
-    command line leaves open, its entries "all" and "ng" what is otherwise with --all and --optimizer ng;
-    extra(parser) adds the script's own flags."""
-    cli = argparse.ArgumentParser(description=description, allow_abbrev=False,
-                                  formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.error = fail
-    flag = cli.add_argument
-    flag("--sfli", nargs="?", const="gauss", choices=KINDS, help="structured first layer; without a value: gauss")
-    flag("--all", action="store_true", help="every configuration of the figure or table, and the figure")
-    flag("--preset", default="auto", choices=["auto", *presets], help="auto: paper on CUDA, laptop on a CPU")
-    flag("--steps", type=positive(int), help="training steps; the schedule is stretched with them")
-    flag("--batch", type=positive(int), help="points per step")
-    flag("--width", type=positive(int), help="neurons per hidden layer")
-    flag("--lr", type=positive(float), help="initial learning rate; with ng: the longest step")
-    flag("--optimizer", choices=["adam", "soap", "ng"],
-         help="soap needs the package pytorch-optimizer; ng is natural gradient (one seed, float64)")
-    flag("--damping", type=positive(float), help="first damping lambda of ng (default 1e-3); it adapts")
-    flag("--momentum", type=fraction, help="SPRING momentum of ng, in [0, 1) (default 0)")
-    flag("--seed", type=natural, default=0, help="first seed (default 0)")
-    flag("--seeds", type=positive(int), help="number of seeds, trained at once (default 1; 5 in the tables)")
-    flag("--gamma", type=lambda text: text if text == "auto" else positive(float)(text),
-         help="shape parameter of SFLI (default: the paper's table); auto: chosen by the rank of the Gaussian layer")
-    flag("--C", type=positive(float), help="take gamma = C (n^(1/d) - 1) / |Omega|^(1/d) instead")
-    flag("--eps", type=positive(float), default=1e-6, help="threshold of the eps-rank (default 1e-6)")
-    flag("--device", default="auto", help="auto, cpu, cuda or cuda:N (default auto)")
-    flag("--dtype", choices=["float32", "float64"], help="precision (default float32; with ng always float64)")
-    flag("--compile", default="auto", choices=["auto", "on", "off"],
-         help="torch.compile; auto: from 2000 steps on, on a CPU where a C++ compiler and Python.h are found")
-    flag("--out", default="runs", help="results go to OUT/experiment/config/ (default runs)")
-    flag("--resume", action="store_true", help="continue from the checkpoints in OUT")
-    flag("--save-seconds", type=positive(float), help="a checkpoint every so many seconds (default 120)")
-    flag("--save-steps", type=positive(int), help="and every so many steps (default: by time alone)")
-    flag("--no-plot", action="store_true", help="no figures")
-    if extra:
-        extra(cli)
-    args = cli.parse_args(argv)
-    args.argv = sys.argv[1:] if argv is None else list(argv)
-    if args.all and args.sfli:
-        fail("--all runs every configuration; drop --sfli")
-    if args.gamma and args.C:
-        fail("--gamma and --C exclude each other; drop one")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    join_world(args)
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
-        fail(f"--device: {args.device!r} is unknown; use auto, cpu, cuda or cuda:N")
-    if args.device != "cpu" and int((args.device + ":0").split(":")[1]) >= torch.cuda.device_count():
-        fail(f"--device {args.device}: PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
-    if args.preset == "auto":
-        args.preset = "laptop" if args.device == "cpu" else "paper"
-        print(f"preset {args.preset} (device {args.device}; choose with --preset {'|'.join(presets)})")
-    preset = dict(warmup=0, decay=1.0, decay_every=1000, dtype="float32", seeds=1) | presets[args.preset]
-    of_ng = preset.pop("ng", {})
-    of_all = preset.pop("all", {})
-    preset |= of_all if args.all else {}
-    if (args.optimizer or preset["optimizer"]) == "ng":
-        preset |= dict(lr=1.0, warmup=0, decay=1.0, dtype="float64", damping=1e-3, momentum=0.0) | of_ng
-    elif args.damping or args.momentum is not None:
-        fail("--damping and --momentum belong to natural gradient; add --optimizer ng")
-    for key in ("warmup", "decay_every"):
-        preset[key] *= (args.steps or preset["steps"]) / preset["steps"]
-    for key, value in preset.items():
-        if getattr(args, key, None) is None:
-            setattr(args, key, value)
-    if 1 < args.seeds < world()[1]:
-        fail(f"--seeds: {args.seeds} seeds do not occupy {world()[1]} processes; use as many at least, or one")
-    if args.optimizer == "soap":
-        if args.seeds > 1:
-            fail("--optimizer soap preconditions one network; use --seeds 1 or --optimizer adam")
-        try:
-            make_optimizer("soap", [torch.zeros(1, requires_grad=True)], 1e-3)
-        except ValueError as e:
-            fail(e)
-    if args.optimizer == "ng":
-        if world()[1] > 1:
-            fail("--optimizer ng runs in one process; start it without torchrun")
-        if args.seeds > 1:
-            fail("--optimizer ng trains one network at a time; use --seeds 1 and one --seed after the other")
-        if args.dtype != "float64":
-            fail("--optimizer ng computes in float64; drop --dtype float32")
-        if args.compile == "on":
-            fail("--optimizer ng is not compiled; drop --compile on")
-        args.compile = "off"
-    if args.compile == "auto":
-        args.compile = "on" if args.steps >= 2000 and (args.device != "cpu" or cpu_can_compile()) else "off"
-    torch.set_default_dtype(getattr(torch, args.dtype))
-    torch.set_flush_denormal(True)  # before the first parallel operation, see train()
-    with contextlib.suppress(AttributeError):
-        sys.stdout.reconfigure(errors="replace")  # consoles that cannot print the arrow in the last line
-    return args
-
-
-def join_world(args):
-    """Under torchrun: join the other processes, each on its own GPU; all but the first are silent."""
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if ranks == 1 or not torch.distributed.is_available():
-        return
-    if args.device.startswith("cuda"):
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
-        atexit.register(leave_world)
-    if world()[0] > 0:
-        args.no_plot, sys.stdout = True, open(os.devnull, "w")
-
-
-def leave_world():
-    """Gloo's threads must end before the interpreter, or they abort it now and then: DistributedDataParallel, which
-    holds the group, is left in cycles of references."""
-    gc.collect()
-    torch.distributed.destroy_process_group()
-
-
-def cpu_can_compile():
-    """What torch.compile needs on a CPU: a C++ compiler and the Python headers that its kernels include."""
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    return bool(compiler) and (Path(sysconfig.get_path("include")) / "Python.h").exists()
-
-
-def run(args, experiment, config, build, sample, residuals, evaluate, points, measure, gamma=None, paper=None,
-        **options):
-    """Train `build(generator)` for args.seeds seeds in args.out/experiment/config/, write config.json, history.csv,
-    result.json and checkpoint.pt there, print the RESULT line; return the trained nets and the history.
-
-    The network is drawn from torch's own generator, seeded with the seed; `generator` is for SFLI, so that with and
-    without SFLI all later layers are the same. evaluate(net) gives rel_l2 at least; the eps-rank at `points` of every
-    hidden layer is added to it. `options` go to train()."""
-    folder, (rank, ranks) = Path(args.out) / experiment / config, world()
-    seeds = list(range(args.seed, args.seed + args.seeds))
-    settings = {"experiment": experiment, "config": config, "seeds": seeds, "gamma": gamma, "processes": ranks}
-    split = ranks > 1 and args.seeds > 1  # under torchrun: each process its own seeds, in a folder of its own
-    mine, place = (seeds[rank::ranks], folder / f"process{rank}") if split else (seeds, folder)
-    settings = settings_of(args, "sfli", "C_grid", "search_steps", "search_seeds") | settings
-    resume = args.resume and has_checkpoint(place)
-    ng = {k: getattr(args, k) for k in ("damping", "momentum")} if args.optimizer == "ng" else {}
-
-    def measured(net):
-        ranks = eps_rank(net, points, args.eps, measure, layer="all")
-        encoders = eps_rank(net, points, args.eps, measure, layer="first") if len(net.sfli_layers) > 1 else []
-        return (evaluate(net) | {"eps_rank": ranks[-1]} | {f"eps_rank_{k}": r for k, r in enumerate(ranks, 1)}
-                | {f"eps_rank_{name}": r for name, r in zip(net.sfli_layers, encoders)})
-
-    with reported(folder, not args.no_plot) as stop:
-        nets = []
-        for seed in mine:
-            torch.manual_seed(seed)
-            nets.append(build(sfli_generator(seed)).to(args.device))
-        if ng:  # refuse before anything is written
-            constants = options.get("constants", lambda step: {})(0)
-            constants = {k: torch.tensor(v, device=args.device) for k, v in constants.items()}
-            NaturalGradient(nets[0], _stepped(residuals), **ng).size(sample(torch.Generator(args.device)) | constants)
-        if not resume and (rank == 0 or split):
-            place.mkdir(parents=True, exist_ok=True)
-            atomically(place / "config.json", lambda tmp: tmp.write_text(json.dumps(settings, indent=1)))
-            for old in ("checkpoint.pt", "checkpoint_previous.pt", "result.json", "history.csv"):
-                (place / old).unlink(missing_ok=True)
-        history = train(nets, sample, residuals, args.steps, lr=args.lr, warmup=args.warmup, decay=args.decay,
-                        decay_every=args.decay_every, optimizer=args.optimizer, **ng, evaluate=measured, seeds=mine,
-                        compile=args.compile == "on", folder=place, config=settings, resume=resume,
-                        save_seconds=args.save_seconds, save_steps=args.save_steps, stop=stop, together=not split,
-                        **options)
-        if split:
-            history = sorted(gathered(history), key=lambda row: (row["step"], row["seed"]))
-            if rank == 0:
-                write_rows(folder / "history.csv", history)
-    first, last = history[: len(seeds)], history[-len(seeds) :]
-    seconds = last[0]["seconds"]
-    result = {
-        "experiment": experiment, "config": config, "preset": args.preset, "seeds": seeds, "steps": args.steps,
-        "rel_l2": [row["rel_l2"] for row in last], "rel_l2_mean": sum(row["rel_l2"] for row in last) / len(seeds),
-        "eps": args.eps, "eps_rank_initial": [row["eps_rank"] for row in first],
-        "eps_rank_final": [row["eps_rank"] for row in last], "width": args.width, "seconds": seconds,
-        "steps_per_second": args.steps / seconds, "device": args.device, "dtype": args.dtype,
-        "torch": torch.__version__, "commit": commit(), "argv": args.argv, "gamma": gamma, "paper": paper,
-        "processes": ranks,
-    }
-    if rank == 0:
-        atomically(folder / "result.json", lambda tmp: tmp.write_text(json.dumps(result, indent=1)))
-    print(f"eps-rank: last hidden layer, eps = {args.eps:g}, M = {measure:g} x mean over {len(points)} points")
-    low, high = (sum(result[k]) / len(seeds) for k in ("eps_rank_initial", "eps_rank_final"))
-    print(f"RESULT {experiment} {config} rel_l2={result['rel_l2_mean']:.3e} "
-          f"eps_rank={low:.4g}→{high:.4g}/{args.width} seconds={seconds:.1f}", flush=True)
-    return nets, history
-
-
-def shape(args, kind, table, domain, points, measure, embed=None):
-    """gamma for sfli(): --gamma, or None (eq. (choice)) where --C is given, or the paper's table. --gamma auto scans
-    the Gaussian layer of the first seed at `points` (scan_gamma) and leaves the other kinds of --all to the table."""
-    if kind is None and not args.all and (args.gamma or args.C):
-        fail("--gamma and --C shape the first layer of SFLI; add --sfli or --all")
-    if kind and args.C and args.width < 2:
-        fail("--C: eq. (choice) makes gamma zero for one neuron; widen with --width or give --gamma")
-    if kind is None or args.C:
-        return None
-    if args.gamma != "auto":
-        return args.gamma or table[kind]
-    if kind != "gauss" and not args.all:
-        fail(f"--gamma auto looks at Gaussians; give a number for --sfli {kind}")
-    if args.width < 2:
-        fail("--gamma auto needs at least two neurons; widen with --width")
-    if kind != "gauss":
-        return table[kind]
-    return scan_gamma(args.width, domain, points, args.eps, measure, embed, sfli_generator(args.seed))
-
-
-def sfli_generator(seed):
-    return torch.Generator().manual_seed(1000003 * seed + 2)
-
-
-def settings_of(args, *skip):
-    """What a checkpoint must agree with: all flags but those that choose among runs or leave them alone, and `skip`."""
-    skip = ("out", "resume", "no_plot", "all", "argv", "dims", "save_seconds", "save_steps", *skip)
-    return {k: v for k, v in vars(args).items() if k not in skip}
-
-
-def configurations(args, experiment, choices, name):
-    """The runs of a script: args alone, or with --all one for each of `choices`; name(args) is for --resume."""
-    runs = [argparse.Namespace(**vars(args) | choice) for choice in (choices if args.all else [{}])]
-    check_resume(args, experiment, [name(a) for a in runs])
-    return runs
-
-
-def check_fourier(args):
-    if args.fourier and (args.sfli or args.all):
-        fail("--fourier replaces SFLI; drop --sfli or --all")
-    if args.fourier and args.width % 2:
-        fail("--fourier needs an even --width: half cosines, half sines")
-
-
-def check_resume(args, experiment, configs):
-    """--resume needs something to resume; with --all the configurations that have not begun start anew."""
-    folders = [Path(args.out) / experiment / config for config in configs]
-    if args.resume and not any(map(has_checkpoint, folders)):
-        fail(f"--resume: there is no checkpoint {folders[0] / 'checkpoint.pt'}; run without --resume first")
-
-
-def has_checkpoint(folder):
-    return any(Path(folder).glob("checkpoint*.pt")) or any(Path(folder).glob("process*/checkpoint*.pt"))
-
-
-def cached(folder, name, compute):
-    """The arrays {name: array} that compute() returns, kept as folder/name.npz. Under torchrun the first process goes
-    first."""
-    rank, ranks = world()
-    if rank > 0:
-        torch.distributed.barrier()
-    data = _cached(None if folder is None else Path(folder) / f"{name}.npz", compute)
-    if rank == 0 and ranks > 1:
-        torch.distributed.barrier()
-    return data
-
-
-def _cached(path, compute):
-    import numpy as np
-
-    if path is not None and path.exists():
-        with contextlib.suppress(Exception), np.load(path) as data:  # what cannot be read is computed anew
-            return dict(data)
-    data = compute()
-    if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            buffer = io.BytesIO()
-            np.savez(buffer, **data)
-            atomically(path, lambda tmp: tmp.write_bytes(buffer.getvalue()))
-        except OSError as e:
-            fail(f"--out: cannot write {path} ({e.strerror}); choose another folder or make room")
-    return data
-
-
-def relative_l2(y, f):
-    return (torch.linalg.norm(y - f) / torch.linalg.norm(f)).item()
-
-
-def table(folder, rows):
-    """Write and print rows [{column: cell}] as folder/table.csv and table.md. A cell is a number, or a pair (values
-    over the seeds, the paper's number or None), shown as mean +- std, paper, ratio."""
-    long, short = [], []
-    for row in rows:
-        wide, line = {}, {}
-        for key, cell in row.items():
-            if not isinstance(cell, tuple):
-                wide[key] = line[key] = cell
-                continue
-            values, paper = torch.tensor(cell[0], dtype=torch.float64), cell[1]
-            mean, std = values.mean().item(), values.std(correction=0).item()
-            wide |= {f"{key}_mean": mean, f"{key}_std": std, f"{key}_paper": paper, f"{key}_seeds": len(values)}
-            beside = f" (paper {paper:.2e}, ratio {mean / paper:.2f})" if paper else ""
-            line[key] = f"{mean:.2e} ± {std:.1e}{beside}"
-        long.append(wide)
-        short.append(line)
-    text = "".join("| " + " | ".join(map(str, cells)) + " |\n"
-                   for cells in [list(short[0]), ["---"] * len(short[0]), *(line.values() for line in short)])
-    with reported(folder):
-        atomically(Path(folder) / "table.md", lambda tmp: tmp.write_text(text))
-        write_rows(Path(folder) / "table.csv", long)
-    print(text, end="")
-
-
-COLORS = {"baseline": "black", "gauss": "tab:blue", "tanh": "tab:orange", "cos": "tab:green", "hat": "tab:red"}
-
-
-def figure(rows, columns, size=(4.0, 3.2)):
-    """Figure and array of axes, drawn without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False, layout="constrained")
-
-
-def curve(ax, history, key, label=None, log=True, **style):
-    """Plot history[key] against the step: the mean over the seeds and the band from lowest to highest."""
-    steps = sorted({row["step"] for row in history})
-    values = [[row[key] for row in history if row["step"] == step] for step in steps]
-    mean = [sum(v) / len(v) for v in values]
-    (line,) = ax.plot(steps, mean, label=label, **style)
-    if len(values[0]) > 1:
-        ax.fill_between(steps, list(map(min, values)), list(map(max, values)), color=line.get_color(), alpha=0.2, lw=0)
-    ax.set_xlabel("step")
-    ax.locator_params(axis="x", nbins=5)
-    if log:
-        ax.set_yscale("log")
-
-
-def plot_history(folder):
-    """history.csv of a run that ended early: loss, error and eps-rank against the step."""
-    with contextlib.suppress(OSError, ImportError):
-        with open(Path(folder) / "history.csv", newline="") as f:
-            history = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(f)]
-        keys = [k for k in ("loss", "rel_l2", "eps_rank") if history and k in history[0]]
-        if keys:
-            fig, axes = figure(1, len(keys))
-            for ax, key in zip(axes[0], keys):
-                curve(ax, history, key, log=key != "eps_rank")
-                ax.set_ylabel(key)
-            save_figure(fig, Path(folder) / "fig_history.png")
-
-
-def plot_dimensions(rows, path):
-    """Error against d from the rows of table(): mean and range over the seeds, crosses for the paper's numbers."""
-    fig, axes = figure(1, 1, size=(5.2, 3.6))
-    ax, dims = axes[0, 0], [row["d"] for row in rows]
-    keys = [key for key, cell in rows[0].items() if isinstance(cell, tuple)]
-    for key, color in zip(keys, ("black", "tab:blue", "tab:red")):
-        values = [row[key][0] for row in rows]
-        mean = [sum(v) / len(v) for v in values]
-        spread = [[m - min(v) for m, v in zip(mean, values)], [max(v) - m for m, v in zip(mean, values)]]
-        ax.errorbar(dims, mean, spread, marker="o", capsize=3, color=color, label=key)
-        known = [(row["d"], row[key][1]) for row in rows if row[key][1]]
-        ax.plot(*zip(*known) if known else ([], []), ls="", marker="x", color=color)
-    ax.plot([], [], ls="", marker="x", color="gray", label="paper")
-    ax.set(xlabel="d", ylabel="relative test error", xscale="log", yscale="log", xticks=dims, xticklabels=dims)
-    ax.minorticks_off()
-    ax.legend(fontsize=8)
-    save_figure(fig, path)
-
-
-def save_figure(fig, path):
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fig.savefig(path, dpi=120)
-    except OSError as e:
-        fail(f"--out: cannot write {path} ({e.strerror}); choose another folder")
-    print(f"figure {path}")
-
-
-def commit():
-    """The commit of this file's repository, or None where it has none."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        here = Path(__file__).resolve().parent
-        return subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], check=True, capture_output=True,
-                              text=True).stdout.strip() or None
-
-
-def self_report():
-    """python common.py: what this machine has, what works on it, and how fast it is."""
-    from importlib import metadata
-
-    def version(package):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(package)
-        return "absent"
-
-    packages = ("torch", "numpy", "scipy", "matplotlib", "triton", "tqdm", "pytorch-optimizer")
-    print(f"python {sys.version.split()[0]}, " + ", ".join(f"{p} {version(p)}" for p in packages))
-    cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = ", ".join(torch.cuda.get_device_name(k) for k in range(cuda)) or "no CUDA device"
-    print(f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads; {gpus}")
-    print(f"--preset auto is {'paper' if cuda else 'laptop'}")
-    device = "cuda" if cuda else "cpu"
-    try:
-        if not (cuda or cpu_can_compile()):
-            raise RuntimeError("it needs a C++ compiler and Python.h")
-        x = torch.ones(3, device=device)
-        assert torch.equal(torch.compile(lambda x: torch.tanh(x) + 1)(x), torch.tanh(x) + 1)
-        print("torch.compile works")
-    except Exception as e:
-        print(f"torch.compile does not work ({str(e).splitlines()[0]}); runs train uncompiled")
-    try:
-        from kernels.gaussian_gram import gaussian_gram
-    except ImportError as e:
-        print(f"gaussian_gram: absent ({e}); the eps-rank goes the plain way")
-    else:
-        gaussian_gram(*(torch.rand(n, 2, device=device) for n in (64, 8, 8)))
-        print(f"gaussian_gram works, {'by its Triton kernel' if cuda else 'on the CPU; the Triton kernel needs CUDA'}")
-    net = sfli(PirateNet(2, 128, 2), [(0, 1), (-1, 1)]).to(device)
-    times = []
-
-    def sample(generator):
-        times.append(time.perf_counter())
-        return {"x": uniform([(0, 1), (-1, 1)], 512, generator)}
-
-    def residuals(net, batch):
-        u, heat = jet(net, batch["x"], "t x", "t-1e-4*xx")
-        return {"res": (heat + u)[:, 0]}
-
-    start = time.perf_counter()
-    with contextlib.suppress(Stopped):
-        train(net, sample, residuals, 500, stop=lambda: time.perf_counter() - start > 8)
-    print(f"speed: {1e3 * min(b - a for a, b in zip(times, times[1:])):.1f} ms per step of a heat equation, PirateNet "
-          "2 x 128, batch 512, uncompiled")
-
-
-if __name__ == "__main__":
-    self_report()

@@ -1,4 +1,4 @@
-"""Example 4 (Fig. AC, AC_error): the Allen-Cahn equation with a physics-informed network,
+"""Example 4.4 (Figs. 8 and 9): the Allen-Cahn equation with a physics-informed network,
 
     u_t - 0.0001 u_xx + 5 u^3 - 5 u = 0,  u(0, x) = x^2 cos(pi x),  t in [0, 1],  x in [-1, 1] periodic.
 
@@ -14,21 +14,19 @@ The paper shows curves and states no error for this example. Ours, relative L2 e
 Minutes on 2 CPU cores: preset laptop 2.5, with --all 60 (on one core); smoke seconds; paper not timed (a GPU is meant).
 """
 import math
-from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
 
-from common import (MLP, FourierFeatures, Periodic, PirateNet, cached, check_fourier, configurations, curve, fail,
-                    figure, grid, jet, natural, parse_args, positive, relative_l2, run, save_figure, sfli, shape,
-                    uniform, volume)
+from cli import (cached, check_chunks, configurations, curve, fail, figure, figure_folder, folder_of, gamma_of, natural,
+                 network, parse_args, positive, relative_l2, run, save_figure)
+from common import Periodic, grid, jet, uniform, volume
 
 # Parameters --------------------------------------------------------------------------------------
 
 OMEGA = [(0.0, 1.0), (-1.0, 1.0)]  # t, x
-GAMMA = {"gauss": math.sqrt(10), "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 1
-# Table AC. It does not say how many initial points: 512, as in jaxpi, which the paper follows.
+GAMMA = {"gauss": math.sqrt(10), "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 4.1
+# Table 4. It does not say how many initial points: 512, as in jaxpi, which the paper follows.
 PAPER = dict(steps=300_000, batch=8192, initial=512, near=0, ic_weight=1.0, arch="pirate", layers=3, width=256,
              lr=1e-3, warmup=5000, decay=0.9, decay_every=5000, optimizer="adam")
 # On a CPU natural gradient with a small network; --all keeps the paper's method, scaled down. There the weight 100
@@ -42,6 +40,7 @@ PRESETS = {
     "laptop": ABLATION | dict(optimizer="ng", all=ABLATION, ng=NATURAL),
     "smoke": PAPER | dict(steps=20, batch=64, initial=32, layers=1, width=16, warmup=5, decay_every=5),
 }
+PERIODS = {1: 2.0}  # of x
 CHUNKS = 32  # of time, for the causal weights
 
 # Reference ---------------------------------------------------------------------------------------
@@ -126,26 +125,18 @@ def name(args):
 def fit(args):
     """Train one configuration; -> history and the prediction on the grid of the reference."""
     points = grid(OMEGA, 50).to(args.device)  # for the eps-rank
-    gamma = shape(args, args.sfli, GAMMA, OMEGA, points, volume(OMEGA), Periodic(2, {1: 2.0}))
+    gamma = gamma_of(args, GAMMA, OMEGA, points, volume(OMEGA), Periodic(2, PERIODS))
     t, x, u = (torch.as_tensor(a, dtype=torch.get_default_dtype()) for a in
-               reference(folder=Path(args.out) / "allen_cahn"))
+               reference(folder=folder_of(args)))
     mesh = torch.stack(torch.meshgrid(t, x, indexing="ij"), -1).to(args.device)  # [201, 512, 2]
     test, u_test = mesh.reshape(-1, 2), u.reshape(-1).to(args.device)
 
-    def build(generator):
-        embed, d = Periodic(2, {1: 2.0}), 3
-        if args.fourier:
-            embed, d = nn.Sequential(embed, FourierFeatures(3, args.width, args.fourier)), args.width
-        net = (PirateNet if args.arch == "pirate" else MLP)(d, args.width, args.layers, embed=embed,
-                                                            rwf=(1.0, 0.1) if args.at else None)
-        return sfli(net, OMEGA, args.sfli, gamma, args.C or 1.0, generator) if args.sfli else net
-
+    build = network(args, OMEGA, gamma, periods=PERIODS, rwf=(1.0, 0.1) if args.at else None)
     options = dict(weights={"ic": args.ic_weight})
     options |= dict(weighting="ntk", causal=dict(terms=["res"], tol=1.0, chunks=CHUNKS)) if args.at else {}
     sample = lambda generator: draw(generator, args.batch, args.initial, args.near)
     evaluate = lambda net: {"rel_l2": relative_l2(net(test)[:, 0], u_test)}
-    nets, history = run(args, "allen_cahn", name(args), build, sample, residuals, evaluate, points, volume(OMEGA),
-                        gamma, **options)
+    nets, history = run(args, build, sample, residuals, evaluate, points, volume(OMEGA), gamma, **options)
     with torch.no_grad():
         predicted = nets[0](test).reshape(u.shape).cpu()
     return history, (t, x, u, predicted)
@@ -155,7 +146,7 @@ def fit(args):
 
 
 def plot_solution(t, x, u, predicted, path):
-    """Fig. AC. The error is on a logarithmic scale: its peaks, at the kink of u(0, x) and on the fronts, would hide
+    """Fig. 8. The error is on a logarithmic scale: its peaks, at the kink of u(0, x) and on the fronts, would hide
     the rest."""
     fig, axes = figure(1, 3, size=(4.4, 3.2))
     from matplotlib.colors import LogNorm
@@ -177,7 +168,7 @@ LABELS = {"baseline": "Baseline", "sfli-gauss": "SFLI", "at": "AT", "at-sfli-gau
 
 
 def plot_error(histories, width, path):
-    """Fig. AC_error, and below it the weights that AT logs."""
+    """Fig. 9, and below it the weights that AT logs."""
     weighted = {label: h for label, h in histories.items() if "causal_last" in h[0]}
     fig, axes = figure(2 if weighted else 1, 2, size=(5.2, 3.6))
     for color, (label, history) in zip(("black", "tab:blue", "tab:orange", "tab:red"), histories.items()):
@@ -209,24 +200,21 @@ def flags(cli):
 
 
 def main(argv=None):
-    args = parse_args(__doc__, PRESETS, argv, flags)
-    check_fourier(args)
+    args = parse_args("allen_cahn", __doc__, PRESETS, argv, flags)
     if args.all and args.at:
         fail("--all runs with and without AT; drop --at")
     if args.near > args.batch:
         fail(f"--near: {args.near} of {args.batch} points; use --near {args.batch} at most")
-    if (args.at or args.all) and args.batch % CHUNKS:
-        fail(f"--batch: {args.batch} points do not split into {CHUNKS} causal chunks; use a multiple of {CHUNKS}")
-    each = [dict(at=at, sfli=kind) for at in (False, True) for kind in (None, "gauss")]
-    runs = configurations(args, "allen_cahn", each, name)
-    folder = Path(args.out) / "allen_cahn"
+    if args.at or args.all:
+        check_chunks(args, CHUNKS)
+    runs = configurations(args, [dict(at=at, sfli=kind) for at in (False, True) for kind in (None, "gauss")], name)
     histories = {}
     for a in runs:
-        histories[name(a)], fields = fit(a)
+        histories[a.config], fields = fit(a)
         if not args.no_plot:
-            plot_solution(*fields, folder / name(a) / "fig_ac.png")
+            plot_solution(*fields, folder_of(a, a.config, "fig_ac.png"))
     if not args.no_plot:
-        plot_error(histories, args.width, folder / ("" if args.all else name(args)) / "fig_ac_error.png")
+        plot_error(histories, args.width, figure_folder(args, runs) / "fig_ac_error.png")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Example 3 (Table dim_comparison): fit f(x) = cos |x|^2 on [-1, 1]^d, d = 5, 10, 20, 50, five seeds at once.
+"""Example 4.3 (Table 1): fit f(x) = cos |x|^2 on [-1, 1]^d, d = 5, 10, 20, 50, five seeds at once.
 
     python exp_high_dim.py --all                      the table: baseline, SFLI with C = 1, SFLI with the best C
     python exp_high_dim.py --sfli --dims 10           one entry: C = 1
     python exp_high_dim.py --sfli --C 0.9 --dims 5 10
     python exp_high_dim.py --sfli --C-grid 0.5 0.6 0.7     search C among these, then train with the best
 
-gamma = C (n^(1/d) - 1) / |Omega|^(1/d), eq. (choice). C* is the C with the lowest error on validation points, which are
+gamma = C (n^(1/d) - 1) / |Omega|^(1/d), Eq. (3.3). C* is the C with the lowest error on validation points, which are
 not the test points: the median over the last tenth of the search, because single records are restless (see below), and
 the mean over its seeds. Preset paper: every C of the grid 0.5, 0.6, .. 2.0 trains for all steps with all seeds. Preset
 laptop: with one seed, but also for all steps: a short search may prefer another C (d = 5: 0.6 after 5000 steps, worse
@@ -18,25 +18,25 @@ a second run of d = 10 and 20 gave 2.7e-3 and 4.5e-3).
 Minutes on one CPU core, preset laptop and paper: 4 to 12 per entry of five seeds; smoke seconds. The search of C comes
 on top: in laptop 16 networks per d (14 minutes for d = 5, 10, 20), in paper 80, not timed.
 """
+import argparse
 import math
 import statistics
-from pathlib import Path
 
 import torch
 
-from common import (MLP, check_resume, fail, gathered, has_checkpoint, parse_args, plot_dimensions, positive,
-                    relative_l2, reported, run, settings_of, sfli, sfli_generator, table, train, uniform, world)
+from cli import (Together, configurations, fail, folder_of, network, networks, parse_args, plot_dimensions, positive,
+                 relative_l2, reported, run, settings_of, training, world, write_table)
+from common import train, uniform
 
 # Parameters --------------------------------------------------------------------------------------
 
-PAPER = dict(steps=20_000, batch=1000, width=128, lr=1e-3, decay=0.9, decay_every=1000, optimizer="adam", seeds=5,
-             search_steps=20_000, search_seeds=5)
+PAPER = dict(steps=20_000, batch=1000, width=128, layers=3, lr=1e-3, decay=0.9, decay_every=1000, optimizer="adam",
+             seeds=5, search_steps=20_000, search_seeds=5)
 PRESETS = {
     "paper": PAPER,
     "laptop": PAPER | dict(search_seeds=1),
     "smoke": PAPER | dict(steps=10, batch=50, width=20, seeds=2, search_steps=5, search_seeds=1),
 }
-LAYERS = 3
 DIMS = (5, 10, 20, 50)
 GRID = [k / 10 for k in range(5, 21)]
 TABLE = {  # the paper's: baseline, C = 1, C*, error with C*
@@ -59,6 +59,10 @@ def residuals(net, batch):
     return {"fit": net(batch["x"])[:, 0] - f(batch["x"])}
 
 
+def box(d):
+    return [(-1.0, 1.0)] * d
+
+
 def error_on(omega, device, seed):
     """Relative error on fixed points that depend on `seed` alone: 1 for the test, 2 for the validation."""
     x = uniform(omega, TEST, torch.Generator().manual_seed(seed)).to(device)
@@ -69,54 +73,53 @@ def error_on(omega, device, seed):
 # Train and evaluate ------------------------------------------------------------------------------
 
 
-def network(args, d, C, generator):
-    net, omega = MLP(d, args.width, LAYERS), [(-1.0, 1.0)] * d
-    return net if C is None else sfli(net, omega, args.sfli or "gauss", args.gamma, C, generator)
+def name(args):
+    if not args.sfli:
+        return f"d{args.d}-baseline"
+    return f"d{args.d}-sfli-{args.sfli}" + (f"-gamma{args.gamma:g}" if args.gamma else f"-C{args.C:g}")
 
 
-def name(args, d, C):
-    kind = "baseline" if C is None else f"sfli-{args.sfli or 'gauss'}" + (f"-gamma{args.gamma:g}" if args.gamma else
-                                                                          f"-C{C:g}")
-    return f"d{d}-{kind}"
+def with_C(args, C):
+    """The run of SFLI that differs from `args` in C."""
+    new = argparse.Namespace(**vars(args) | dict(sfli=args.sfli or "gauss", C=C))
+    new.config = name(new)
+    return new
 
 
-def fit(args, d, C):
+def fit(args):
     """Train args.seeds networks; -> their final test errors."""
-    omega = [(-1.0, 1.0)] * d
+    omega = box(args.d)
     points = uniform(omega, 2500, torch.Generator().manual_seed(3)).to(args.device)  # for the eps-rank
-    paper = TABLE[d][0 if C is None else 1] if d in TABLE and C in (None, 1.0) and not args.gamma else None
+    known = args.d in TABLE and (not args.sfli or args.C == 1.0 and not args.gamma)
+    paper = TABLE[args.d][1 if args.sfli else 0] if known else None
     sample = lambda generator: {"x": uniform(omega, args.batch, generator)}
-    _, history = run(args, "high_dim", name(args, d, C), lambda g: network(args, d, C, g), sample, residuals,
-                     error_on(omega, args.device, 1), points, 1.0, args.gamma, paper)
+    _, history = run(args, network(args, omega, args.gamma), sample, residuals, error_on(omega, args.device, 1), points,
+                     1.0, args.gamma, paper)
     return [row["rel_l2"] for row in history[-args.seeds :]]
 
 
-def search(args, d, grid):
+def search(args, grid):
     """C of the grid with the lowest mean validation error over args.search_seeds seeds, all trained at once; under
     torchrun each process has its share of them."""
-    omega, (rank, ranks) = [(-1.0, 1.0)] * d, world()
-    folder = Path(args.out) / "high_dim" / f"d{d}-search"
-    place = folder / f"process{rank}" if ranks > 1 else folder
+    omega, (process, processes) = box(args.d), world()
+    folder = folder_of(args, f"d{args.d}-search")
+    place = folder / f"process{process}" if processes > 1 else folder
     seeds = list(range(args.seed, args.seed + args.search_seeds))
-    mine, nets = [(C, seed) for C in grid for seed in seeds][rank::ranks], []
+    mine, nets = [(C, seed) for C in grid for seed in seeds][process::processes], []
     for C, seed in mine:
-        torch.manual_seed(seed)
-        nets.append(network(args, d, C, sfli_generator(seed)).to(args.device))
+        nets += networks(network(with_C(args, C), omega), [seed], args.device)
     with reported(folder, plot=False) as stop:
-        history = train(nets, lambda g: {"x": uniform(omega, args.batch, g)}, residuals, args.search_steps, lr=args.lr,
-                        decay=args.decay, decay_every=args.decay_every * args.search_steps / args.steps,
-                        evaluate=error_on(omega, args.device, 2), seeds=[seed for _, seed in mine],
-                        compile=args.compile == "on", folder=place, config=settings_of(args) | {"processes": ranks},
-                        resume=args.resume and has_checkpoint(place), save_seconds=args.save_seconds,
-                        save_steps=args.save_steps, stop=stop, together=False)
+        flags = training(args, place, settings_of(args, "config") | {"processes": processes}, args.search_steps)
+        history = train(nets, lambda g: {"x": uniform(omega, args.batch, g)}, residuals, args.search_steps,
+                        evaluate=error_on(omega, args.device, 2), seeds=[seed for _, seed in mine], stop=stop, **flags)
     n, errors = len(mine), {C: [] for C in grid}
     latest = [row["rel_l2"] for row in history[-n * math.ceil(len(history) / (10 * n)) :]]  # n rows a record
     found = [(C, statistics.median(latest[k::n])) for k, (C, _) in enumerate(mine)]
-    for C, error in gathered(found) if ranks > 1 else found:
+    for C, error in sum(Together().gather(found), []) if processes > 1 else found:
         errors[C].append(error)
     means = {C: sum(e) / len(e) for C, e in errors.items()}
     best = min(means, key=means.get)
-    print(f"d = {d}, validation error in the last tenth of {args.search_steps} steps, mean over {len(seeds)} seeds: "
+    print(f"d = {args.d}, validation error in the last tenth of {args.search_steps} steps, mean over {len(seeds)} seeds: "
           + ", ".join(f"C={C:g} {e:.2e}" for C, e in means.items()) + f"; taken C* = {best:g}", flush=True)
     return best
 
@@ -130,11 +133,11 @@ def flags(cli):
 
 
 def main(argv=None):
-    args = parse_args(__doc__, PRESETS, argv, flags)
+    args = parse_args("high_dim", __doc__, PRESETS, argv, flags)
     if args.gamma == "auto":
         fail("--gamma auto looks at Gaussians in few dimensions; use --C or --C-grid here")
-    if not (args.sfli or args.all) and (args.gamma or args.C or args.C_grid):
-        fail("--gamma, --C and --C-grid shape the first layer of SFLI; add --sfli or --all")
+    if not (args.sfli or args.all) and args.C_grid:
+        fail("--C-grid shapes the first layer of SFLI; add --sfli or --all")
     if args.C_grid and (args.gamma or args.C):
         fail("--C-grid searches C; drop --gamma and --C")
     if args.all and (args.gamma or args.C):
@@ -146,24 +149,26 @@ def main(argv=None):
         fail(f"--C-grid: {len(grid)} x {args.search_seeds} networks do not occupy {world()[1]} processes; use fewer")
     if args.constant:
         args.decay = 1.0
-    columns = [None, 1.0] if args.all else [args.C or 1.0] if args.sfli else [None]  # C, None for the baseline
-    if not args.C_grid or args.all:
-        check_resume(args, "high_dim", [name(args, d, C) for d in args.dims for C in columns])
+    if args.sfli and not args.gamma:
+        args.C = args.C or 1.0
+    columns = [dict(sfli=None, C=None), dict(sfli="gauss", C=1.0)]
+    of_search = lambda a: f"d{a.d}-search"  # what --resume finds where C is not known yet
+    runs = configurations(args, columns, of_search if args.C_grid and not args.all else name,
+                          [dict(d=d) for d in args.dims])
+    if not args.all:
+        for a in runs:
+            fit(with_C(a, search(a, grid)) if grid else a)
+        return
     rows = []
-    for d in args.dims:
-        if not args.all:
-            fit(args, d, search(args, d, grid) if grid else columns[0])
-            continue
-        base, one = (fit(args, d, C) for C in columns)
-        best = search(args, d, grid)
-        paper = TABLE.get(d, [None] * 4)
-        rows.append({"d": d, "Baseline": (base, paper[0]), "SFLI, C = 1": (one, paper[1]), "C*": best,
-                     "C* of the paper": paper[2], "SFLI, C = C*": (one if best == 1 else fit(args, d, best), paper[3])})
-    if args.all:
-        folder = Path(args.out) / "high_dim"
-        table(folder, rows)
-        if not args.no_plot:
-            plot_dimensions(rows, folder / "fig_high_dim.png")
+    for base, one in zip(runs[::2], runs[1::2]):
+        errors, best = [fit(base), fit(one)], search(one, grid)
+        errors.append(errors[1] if best == 1 else fit(with_C(one, best)))
+        paper = TABLE.get(one.d, [None] * 4)
+        rows.append({"d": one.d, "Baseline": (errors[0], paper[0]), "SFLI, C = 1": (errors[1], paper[1]), "C*": best,
+                     "C* of the paper": paper[2], "SFLI, C = C*": (errors[2], paper[3])})
+    write_table(folder_of(args), rows)
+    if not args.no_plot:
+        plot_dimensions(rows, folder_of(args, "fig_high_dim.png"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Example 5 (Fig. ldc, ldc_error): the lid-driven cavity at Re = 3200 with a physics-informed network,
+"""Example 4.5 (Figs. 10 and 11): the lid-driven cavity at Re = 3200 with a physics-informed network,
 
     u . grad u + grad p - Delta u / Re = 0,  div u = 0 on [0, 1]^2,  u = (1, 0) on the lid y = 1, u = 0 on the walls.
 
@@ -9,7 +9,7 @@
     python exp_ldc.py --sfli --Re 5000                another Reynolds number
     python exp_ldc.py --sfli --ref cavity.npz         score against your own u, v [x, y] at x, y (.npz or .mat)
 
-Networks see the smoothed lid u = 1 - cosh(50 (x - 1/2)) / cosh(25), eq. (au_boundary). The error is that of the speed
+Networks see the smoothed lid u = 1 - cosh(50 (x - 1/2)) / cosh(25), Eq. (4.4). The error is that of the speed
 |u| on a 256 x 256 grid, walls included: rel_l2 against the sharp lid, the paper's measure, and rel_l2_smooth against
 the smoothed one, what the network itself is to blame for. Both references are computed here.
 Paper, speed against its own reference: 3.75% with SFLI, 88.3% without. Ours, preset laptop: 3.38%, 3.22%, 3.31% with
@@ -20,22 +20,21 @@ seconds; paper 144 hours on 2 cores by its own estimate (a GPU is meant).
 """
 import argparse
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from common import (MLP, FourierFeatures, ModifiedMLP, PirateNet, cached, check_fourier, configurations, curve, fail,
-                    figure, grid, jet, parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform,
-                    volume)
+from cli import (cached, configurations, curve, fail, figure, figure_folder, folder_of, gamma_of, network, parse_args,
+                 positive, relative_l2, run, save_figure)
+from common import grid, jet, uniform, volume
 
 # Parameters --------------------------------------------------------------------------------------
 
 OMEGA = [(0.0, 1.0), (0.0, 1.0)]  # x, y
-GAMMA = {"gauss": 10.0, "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 1
+GAMMA = {"gauss": 10.0, "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 4.1
 STEEPNESS = 50.0  # of the smoothed lid
-# Table ldc; weights at the start as in the PirateNet configuration of jaxpi. There Adam and its schedule run through
+# Table 5; weights at the start as in the PirateNet configuration of jaxpi. There Adam and its schedule run through
 # all stages of the curriculum, and so they do here.
 STAGES = {100: 10_000, 400: 20_000, 1000: 50_000, 1600: 50_000, 3200: 500_000}  # Re: steps
 WEIGHTS = {"u_bc": 100.0, "v_bc": 100.0, "rc": 10.0}
@@ -84,20 +83,20 @@ def interpolation(x, z):
 def corners(x, y):
     """psi, psi_x, psi_y, (Delta psi)_x, (Delta psi)_y of Stokes flow in the two upper corners: there the sharp lid
     makes the velocity jump. With X, Y the distances from the wall and the lid and theta = atan(Y / X),
-    psi = B Y + theta (C X + D Y) (Taylor 1962)."""
-    B, C, D = np.array([np.pi**2, -4, -2 * np.pi]) / (4 - np.pi**2)
+    psi = k Y + theta (l X + m Y) (Taylor 1962)."""
+    k, l, m = np.array([np.pi**2, -4, -2 * np.pi]) / (4 - np.pi**2)
     out = 0
     for X, side in ((x, 1), (1 - x, -1)):
         Y = 1 - y
         theta, r2 = np.arctan2(Y, X), np.maximum(X * X + Y * Y, 1e-100)
-        a, b, line = (Y * Y - X * X) / r2**2, -2 * X * Y / r2**2, C * X + D * Y
-        out = out + np.stack([B * Y + theta * line, side * (C * theta - Y / r2 * line),
-                              -(B + D * theta + X / r2 * line), side * 2 * (D * a - C * b), -2 * (D * b + C * a)])
+        a, b, line = (Y * Y - X * X) / r2**2, -2 * X * Y / r2**2, l * X + m * Y
+        out = out + np.stack([k * Y + theta * line, side * (l * theta - Y / r2 * line),
+                              -(k + m * theta + X / r2 * line), side * 2 * (m * a - l * b), -2 * (m * b + l * a)])
     return out
 
 
 def lid_speed(x, steepness=STEEPNESS):
-    """1 - cosh(k (x - 1/2)) / cosh(k / 2), eq. (au_boundary), for arrays and tensors."""
+    """1 - cosh(k (x - 1/2)) / cosh(k / 2), Eq. (4.4), for arrays and tensors."""
     exp = torch.exp if isinstance(x, torch.Tensor) else np.exp
     return 1 - (exp(-steepness * x) + exp(-steepness * (1 - x))) / (1 + math.exp(-steepness))
 
@@ -251,10 +250,10 @@ def name(args):
 def fit(args):
     """Train one configuration; -> history, and x, y, speeds of the reference and the prediction."""
     points = grid(OMEGA, 50).to(args.device)  # for the eps-rank
-    gamma = shape(args, args.sfli, GAMMA, OMEGA, points, volume(OMEGA))
+    gamma = gamma_of(args, GAMMA, OMEGA, points, volume(OMEGA))
     coarse = (16, 24) if args.Re <= 1000 else (32, 40)  # on fewer points Newton's method fails at higher Re
     size = dict(n=33, levels=coarse) if args.preset == "smoke" else {}
-    fields = {lid: reference(args.Re, lid, folder=Path(args.out) / "ldc", steepness=args.steepness, **size)
+    fields = {lid: reference(args.Re, lid, folder=folder_of(args), steepness=args.steepness, **size)
               for lid in ("sharp", "smooth")}
     sharp, smooth = (np.hypot(u, v) for *_, u, v in fields.values())
     gap = np.linalg.norm(smooth - sharp) / np.linalg.norm(sharp)
@@ -276,16 +275,11 @@ def fit(args):
                     f"rel_l2_u{end}": relative_l2(q[:, 0], u), f"rel_l2_v{end}": relative_l2(q[:, 1], v)}
         return row
 
-    def build(generator):
-        embed, d = (FourierFeatures(2, args.width, args.fourier), args.width) if args.fourier else (None, 2)
-        arch = {"pirate": PirateNet, "modified": ModifiedMLP, "mlp": MLP}[args.arch]
-        net = arch(d, args.width, args.layers, out=3, embed=embed, rwf=(1.0, 0.1))
-        return sfli(net, OMEGA, args.sfli, gamma, args.C or 1.0, generator) if args.sfli else net
-
-    paper = {"sfli-gauss": 3.75e-2, "baseline": 8.83e-1}.get(name(args))
-    nets, history = run(args, "ldc", name(args), build, lambda g: draw(g, args.batch, args.walls, args.steepness),
-                        residuals, evaluate, points, volume(OMEGA), gamma, paper, weights=WEIGHTS,
-                        weighting="grad_norm", pseudo_time=args.pseudo_time, constants=viscosity(args))
+    paper = {"sfli-gauss": 3.75e-2, "baseline": 8.83e-1}.get(args.config)
+    build = network(args, OMEGA, gamma, out=3, rwf=(1.0, 0.1))
+    nets, history = run(args, build, lambda g: draw(g, args.batch, args.walls, args.steepness), residuals, evaluate,
+                        points, volume(OMEGA), gamma, paper, weights=WEIGHTS, weighting="grad_norm",
+                        pseudo_time=args.pseudo_time, constants=viscosity(args))
     (x, y, u, v), mesh = fields["sharp"], tests["sharp"][0]
     with torch.no_grad():
         predicted = nets[0](mesh)[:, :2].norm(dim=1).reshape(u.shape).cpu().numpy()
@@ -299,7 +293,7 @@ def fit(args):
 
 
 def plot_speed(x, y, speed, predicted, path):
-    """Fig. ldc: reference, prediction, error, and the error in the upper right corner (the box)."""
+    """Fig. 10: reference, prediction, error, and the error in the upper right corner (the box)."""
     fig, axes = figure(1, 4, size=(3.5, 3.0))
     from matplotlib.patches import Rectangle
 
@@ -318,7 +312,7 @@ def plot_speed(x, y, speed, predicted, path):
 
 
 def plot_error(histories, width, path):
-    """Fig. ldc_error: eps-rank of the last hidden layer and error of the speed."""
+    """Fig. 11: eps-rank of the last hidden layer and error of the speed."""
     fig, axes = figure(1, 2, size=(5.0, 3.6))
     for label, history in histories.items():
         shown, color = (("SFLI", "tab:red") if "sfli" in label else
@@ -347,21 +341,19 @@ def flags(cli):
 
 
 def main(argv=None):
-    args = parse_args(__doc__, PRESETS, argv, flags)
-    check_fourier(args)
+    args = parse_args("ldc", __doc__, PRESETS, argv, flags)
     if args.Re > 5000:
         fail(f"--Re {args.Re:g}: the reference is steady and stops at 5000; use a smaller one")
     if args.ref:
         load_reference(args.ref)  # before hours of training
-    runs = configurations(args, "ldc", [dict(sfli=kind) for kind in (None, "gauss")], name)
-    folder = Path(args.out) / "ldc"
+    runs = configurations(args, [dict(sfli=kind) for kind in (None, "gauss")], name)
     histories = {}
     for a in runs:
-        histories[name(a)], fields = fit(a)
+        histories[a.config], fields = fit(a)
         if not args.no_plot:
-            plot_speed(*fields, folder / name(a) / "fig_ldc.png")
+            plot_speed(*fields, folder_of(a, a.config, "fig_ldc.png"))
     if not args.no_plot:
-        plot_error(histories, args.width, folder / ("" if args.all else name(args)) / "fig_ldc_error.png")
+        plot_error(histories, args.width, figure_folder(args, runs) / "fig_ldc_error.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Example 6 (Fig. ns_tori): decaying turbulence on the torus [0, 2 pi]^2 up to T = 10 with physics-informed networks,
+"""Example 4.6 (Fig. 12): decaying turbulence on the torus [0, 2 pi]^2 up to T = 10 with physics-informed networks,
 
     w_t + u . grad w = 0.01 Delta w,  div u = 0,  w = v_x - u_y,  periodic;  Re = 100.
 
@@ -27,16 +27,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common import (MLP, ModifiedMLP, Periodic, PirateNet, atomically, cached, configurations, fail, figure, jet,
-                    parse_args, positive, relative_l2, run, save_figure, sfli, shape, uniform, volume, world,
-                    write_rows)
+from cli import (cached, check_chunks, configurations, fail, figure, figure_folder, folder_of, gamma_of, network,
+                 parse_args, positive, relative_l2, run, save_figure, world)
+from common import Periodic, atomically, jet, uniform, volume, write_rows
 
 # Parameters --------------------------------------------------------------------------------------
 
 NU, T = 0.01, 10.0
 M = 32  # modes -M..M in either direction
-GAMMA = {"gauss": math.sqrt(1.5), "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 1
-# Table ns_tori. steps is per window. It does not say how many initial points: as many as inside.
+GAMMA = {"gauss": math.sqrt(1.5), "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 4.1
+# Table 6. steps is per window. It does not say how many initial points: as many as inside.
 PAPER = dict(steps=100_000, batch=4096, initial=4096, windows=5, arch="modified", layers=4, width=256, lr=1e-3,
              decay=0.9, decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False, fade=None)
 PRESETS = {
@@ -46,11 +46,12 @@ PRESETS = {
                            ng=dict(steps=100, batch=600, layers=3, decay=0.9, decay_every=5, fade=None)),
     "smoke": PAPER | dict(steps=4, batch=32, initial=16, windows=2, layers=1, width=8, decay_every=2),
 }
+PERIODS = {1: 2 * math.pi, 2: 2 * math.pi}  # of x and y
 CHUNKS = 32  # of time, for the causal weights
 GRID = 128  # points a side, from which a random subset is drawn wherever the initial fields are needed
 TIMES = 4  # a window is looked at so often
 
-# Fourier series: C [fields, 65, 65], C[:, M + k, M + l] belongs to exp(i (k x + l y)) --------------------------------
+# Fourier series: [fields, 65, 65], entry [:, M + k, M + l] belongs to exp(i (k x + l y)) ---------
 
 K = np.arange(-M, M + 1)
 
@@ -68,7 +69,7 @@ def velocity(w):
 
 
 def modes(values):
-    """C of the field given by its values on a uniform grid of more than 2 M points a side."""
+    """Those of the field given by its values on a uniform grid of more than 2 M points a side."""
     n = len(values)
     return np.fft.fft2(values)[np.ix_(K % n, K % n)] / n**2
 
@@ -103,21 +104,21 @@ def initial_vorticity(ic, seed):
     return w
 
 
-def on_grid(C, n):
+def on_grid(series, n):
     """Values [fields, n, n] of the series on the grid x = 2 pi i / n."""
     e = np.exp(1j * np.outer(2 * np.pi * np.arange(n) / n, K))
-    return (e @ C @ e.T).real
+    return (e @ series @ e.T).real
 
 
-def table(C, order):
+def derivatives_on_grid(series, order):
     """The grid's points "x" [GRID^2, 2], and there the series and its derivatives: "ab" is d^a/dx^a d^b/dy^b
     [GRID^2, fields], a + b <= order."""
     x = torch.as_tensor(2 * np.pi * np.arange(GRID) / GRID)
     out = {"x": torch.cartesian_prod(x, x)}
     for a in range(order + 1):
         for b in range(order + 1 - a):
-            values = on_grid(C * (1j * K[:, None]) ** a * (1j * K) ** b, GRID)
-            out[f"{a}{b}"] = torch.as_tensor(values.reshape(len(C), -1).T.copy())
+            values = on_grid(series * (1j * K[:, None]) ** a * (1j * K) ** b, GRID)
+            out[f"{a}{b}"] = torch.as_tensor(values.reshape(len(series), -1).T.copy())
     return {k: v.to(torch.get_default_dtype()) for k, v in out.items()}
 
 
@@ -185,7 +186,7 @@ def ansatz(net, hard_ic, scale):
 
 def residuals(formulation, hard_ic, rate=1.0):
     """residuals(net, batch) on points (t, x, y). With --hard-ic the batch holds the initial fields and their
-    derivatives, as table() names them, and t is time * rate. Numbers of the window, in the batch too so that all
+    derivatives, as derivatives_on_grid() names them, and t is time * rate. Numbers of the window, in the batch too so that all
     windows share one compiled step: scale_k of field k in the ansatz, and size_w, size_1, in which the residuals of
     w_t and of first derivatives are measured."""
     scales = lambda batch: torch.stack([batch["scale_0"], batch["scale_1"]])
@@ -226,7 +227,7 @@ def residuals(formulation, hard_ic, rate=1.0):
 
 def draw(generator, args, omega, known):
     """Uniform points sorted by time and, among the grid's, those of the initial losses; or with --hard-ic any time
-    at points of the grid, where table() knows the initial fields."""
+    at points of the grid, where the initial fields are known."""
 
     def of_grid(n):
         k = torch.randint(len(known["x"]), (n,), generator=generator, device=generator.device)
@@ -242,7 +243,7 @@ def draw(generator, args, omega, known):
 # Train and evaluate ------------------------------------------------------------------------------
 
 
-def predict(net, args, C, scale, t, n):
+def predict(net, args, initial, scale, t, n):
     """u, v, w or psi, w [fields, n, n] at time t of the window on a uniform grid."""
     like = next(net.parameters())
     x = torch.arange(n, device=like.device, dtype=like.dtype) * (2 * math.pi / n)
@@ -254,7 +255,7 @@ def predict(net, args, C, scale, t, n):
             q, q_x, q_y = jet(ansatz(net, args.hard_ic, scale), z, "t x y", "x y")
             q = torch.cat([q, q_x[:, 1:] - q_y[:, :1]], 1)
     q = q.T.reshape(-1, n, n)
-    return q + torch.as_tensor(on_grid(C, n)).to(q) if args.hard_ic else q
+    return q + torch.as_tensor(on_grid(initial, n)).to(q) if args.hard_ic else q
 
 
 def hand_over(end, formulation):
@@ -262,13 +263,13 @@ def hand_over(end, formulation):
     return stream(modes(end[-1])) if formulation == "psi" else np.stack([modes(f) for f in end])
 
 
-def sizes(C, length, args):
+def sizes(initial, length, args):
     """The numbers that residuals() wants in the batch: how much the initial fields change by advection over the window
     (psi: half of what u does, as k = 2), how fast w does, and a third of w; all 1 without --hard-ic."""
     scale, size = (1.0, 1.0), (1.0, 1.0)
     if args.hard_ic:
-        D = velocity(C[-1])
-        f, f_x, f_y = (on_grid(part, 96) for part in (D, 1j * K[:, None] * D, 1j * K * D))
+        uvw = velocity(initial[-1])
+        f, f_x, f_y = (on_grid(part, 96) for part in (uvw, 1j * K[:, None] * uvw, 1j * K * uvw))
         rms = lambda f: np.sqrt(np.mean(f**2, axis=(1, 2))).tolist()
         u, v, w = rms(f[0] * f_x + f[1] * f_y)
         scale, size = ((u / 2, w) if args.formulation == "psi" else (u, v)), (w, rms(f)[2] / 3)
@@ -278,7 +279,7 @@ def sizes(C, length, args):
 
 def steps_of(args):
     """Steps of each window: args.steps on average, less from window to window, by a factor e over args.fade. The flow
-    multiplies early errors (README), so that the early windows are worth more steps."""
+    multiplies early errors, so that the early windows are worth more steps."""
     share = [math.exp(-k * T / args.windows / args.fade) if args.fade else 1.0 for k in range(args.windows)]
     return [max(1, round(args.steps * s * args.windows / sum(share))) for s in share]
 
@@ -288,65 +289,65 @@ def name(args):
     return first if not args.ic else f"{first}-{Path(args.ic).stem}" + (f"-{args.seed}" if args.ic == "random" else "")
 
 
+def train_window(args, k, steps, initial, w, omega, points, gamma):
+    """Train the network of window k (from 0) from the modes `initial`. w [TIMES + 1, x, y] is the reference in the
+    window. -> history, errors of w at its TIMES, and the function predict(t, n)."""
+    length, (_, end) = T / args.windows, omega[0]  # of the window, in time and in the network's time
+    known = derivatives_on_grid(initial if args.formulation == "psi" or not args.hard_ic else initial[:2],
+                                (2 if args.formulation == "psi" else 3) if args.hard_ic else 0)
+    known = {key: value.to(args.device) for key, value in known.items()}
+    numbers = sizes(initial, length, args)
+    scale = torch.tensor([numbers["scale_0"], numbers["scale_1"]], device=args.device)
+
+    def errors(net):
+        return [relative_l2(predict(net, args, initial, scale, end * j / TIMES, 64)[-1].reshape(-1), w[j].reshape(-1))
+                for j in range(1, TIMES + 1)]
+
+    def evaluate(net):
+        e = errors(net)
+        return {"rel_l2": e[-1], "rel_l2_window": sum(e) / len(e)}
+
+    stretched = dict(warmup=args.warmup * steps / args.steps, decay_every=args.decay_every * steps / args.steps)
+    a = argparse.Namespace(**vars(args) | stretched | dict(steps=steps, config=f"{args.config}/window{k + 1}"))
+    nets, history = run(a, network(args, omega, gamma, out=2, periods=PERIODS, rwf=args.rwf),
+                        lambda g: draw(g, args, omega, known), residuals(args.formulation, args.hard_ic, end / length),
+                        evaluate, points, volume(omega), gamma, weighting="grad_norm" if args.causal else "fixed",
+                        causal=dict(terms=["rw"], tol=1.0, chunks=CHUNKS) if args.causal else None,
+                        constants=lambda step: numbers)
+    return history, errors(nets[0]), lambda t, n: predict(nets[0], args, initial, scale, t, n).double().cpu().numpy()
+
+
 def fit(args, w0):
     """Train the windows one after the other. -> rows of errors over time, and x, w and predicted w [x, y] at T."""
-    device, dtype = args.device, torch.get_default_dtype()
-    folder, length = Path(args.out) / "ns_torus", T / args.windows
+    folder, length = folder_of(args), T / args.windows
     times = [round(length * (k + j / TIMES), 10) for k in range(args.windows) for j in range(1, TIMES + 1)]
     small = dict(size=64, rate=40) if args.preset == "smoke" else {}
     x, _, w = reference([0.0, *times], 64, w0, folder, **small)
-    w = torch.as_tensor(w, dtype=dtype, device=device)
-    end = 1.0 if args.hard_ic else length  # of the window, in the network's time
+    w = torch.as_tensor(w, dtype=torch.get_default_dtype(), device=args.device)
+    end = 1.0 if args.hard_ic else length  # of a window, in the network's time
     omega = [(0.0, end), (0.0, 2 * math.pi), (0.0, 2 * math.pi)]
-    points = uniform(omega, 2500, torch.Generator().manual_seed(3)).to(device)  # for the eps-rank
-    embedding = lambda: Periodic(3, {1: 2 * math.pi, 2: 2 * math.pi})
-    gamma = shape(args, args.sfli, GAMMA, omega, points, volume(omega), embedding())
-    C = stream(w0) if args.formulation == "psi" else velocity(w0)
+    points = uniform(omega, 2500, torch.Generator().manual_seed(3)).to(args.device)  # for the eps-rank
+    gamma = gamma_of(args, GAMMA, omega, points, volume(omega), Periodic(3, PERIODS))
+    initial = stream(w0) if args.formulation == "psi" else velocity(w0)
     rows, seconds, ranks = [{"t": 0.0, "rel_l2": 0.0}], 0.0, []
     for k, steps in enumerate(steps_of(args)):
-        ours = argparse.Namespace(**vars(args) | dict(steps=steps, warmup=args.warmup * steps / args.steps,
-                                                      decay_every=args.decay_every * steps / args.steps))
-        known = table(C if args.formulation == "psi" or not args.hard_ic else C[:2],
-                      (2 if args.formulation == "psi" else 3) if args.hard_ic else 0)
-        known = {key: value.to(device) for key, value in known.items()}
-        numbers = sizes(C, length, args)
-        scale = torch.tensor([numbers["scale_0"], numbers["scale_1"]], device=device)
-
-        def build(generator):
-            arch = {"modified": ModifiedMLP, "pirate": PirateNet, "mlp": MLP}[args.arch]
-            net = arch(5, args.width, args.layers, out=2, rwf=args.rwf, embed=embedding())
-            return sfli(net, omega, args.sfli, gamma, args.C or 1.0, generator) if args.sfli else net
-
-        def errors(net):
-            return [relative_l2(predict(net, args, C, scale, end * j / TIMES, 64)[-1].reshape(-1),
-                                w[k * TIMES + j].reshape(-1)) for j in range(1, TIMES + 1)]
-
-        def evaluate(net):
-            e = errors(net)
-            return {"rel_l2": e[-1], "rel_l2_window": sum(e) / len(e)}
-
-        nets, history = run(ours, "ns_torus", f"{name(args)}/window{k + 1}", build,
-                            lambda g: draw(g, args, omega, known),
-                            residuals(args.formulation, args.hard_ic, end / length), evaluate, points, volume(omega),
-                            gamma, weighting="grad_norm" if args.causal else "fixed",
-                            causal=dict(terms=["rw"], tol=1.0, chunks=CHUNKS) if args.causal else None,
-                            constants=lambda step: numbers)
+        inside = w[k * TIMES : (k + 1) * TIMES + 1]
+        history, errors, predicted = train_window(args, k, steps, initial, inside, omega, points, gamma)
         seconds += history[-1]["seconds"]
         ranks.append((history[0]["eps_rank"], history[-1]["eps_rank"]))
-        rows += [{"t": t, "rel_l2": e} for t, e in zip(times[k * TIMES :], errors(nets[0]))]
+        rows += [{"t": t, "rel_l2": e} for t, e in zip(times[k * TIMES :], errors)]
         if world()[0] == 0:
-            write_rows(folder / name(args) / "errors.csv", rows)
-        last, final = (predict(nets[0], args, C, scale, end, n).double().cpu().numpy() for n in (64, 96))
-        C = hand_over(final, args.formulation)
-    paper = {"sfli-gauss": 8.99e-2, "baseline": 2.96e-1}.get(name(args))
-    result = {"experiment": "ns_torus", "config": name(args), "preset": args.preset, "seed": args.seed,
+            write_rows(folder / args.config / "errors.csv", rows)
+        initial = hand_over(predicted(end, 96), args.formulation)
+    paper = {"sfli-gauss": 8.99e-2, "baseline": 2.96e-1}.get(args.config)
+    result = {"experiment": "ns_torus", "config": args.config, "preset": args.preset, "seed": args.seed,
               "rel_l2": rows[-1]["rel_l2"], "windows": args.windows, "steps": args.steps, "seconds": seconds,
               "eps_rank": ranks, "width": args.width, "argv": args.argv, "paper": paper}
     if world()[0] == 0:
-        atomically(folder / name(args) / "result.json", lambda tmp: tmp.write_text(json.dumps(result, indent=1)))
-    print(f"RESULT ns_torus {name(args)} rel_l2={rows[-1]['rel_l2']:.3e} eps_rank={ranks[0][0]}→{ranks[-1][1]}/"
+        atomically(folder / args.config / "result.json", lambda tmp: tmp.write_text(json.dumps(result, indent=1)))
+    print(f"RESULT ns_torus {args.config} rel_l2={rows[-1]['rel_l2']:.3e} eps_rank={ranks[0][0]}→{ranks[-1][1]}/"
           f"{args.width} seconds={seconds:.1f}", flush=True)
-    return rows, (x, w[-1].cpu().numpy(), last[-1])
+    return rows, (x, w[-1].cpu().numpy(), predicted(end, 64)[-1])
 
 
 # Plot --------------------------------------------------------------------------------------------
@@ -355,7 +356,7 @@ LABELS = {"sfli-gauss": "SFLI", "baseline": "without SFLI"}
 
 
 def plot(results, path):
-    """Fig. ns_tori: w at T, reference and predictions, their errors below; and the error over time."""
+    """Fig. 12: w at T, reference and predictions, their errors below; and the error over time."""
     fig, axes = figure(2, 1 + len(results), size=(4.2, 3.6))
     x, w, _ = next(iter(results.values()))[1]
     top = np.abs(w).max()
@@ -391,20 +392,18 @@ def flags(cli):
 
 
 def main(argv=None):
-    args = parse_args(__doc__, PRESETS, argv, flags)
+    args = parse_args("ns_torus", __doc__, PRESETS, argv, flags)
     args.causal = not args.hard_ic and args.optimizer != "ng"  # and gradient-norm weights, RWF: the paper's means
     args.rwf = (1.0, 0.1) if args.causal else None
     if args.seeds > 1:
         fail("--seeds: windows are handed over one seed at a time; use --seeds 1 and one --seed after the other")
-    if args.causal and args.batch % CHUNKS:
-        fail(f"--batch: {args.batch} points do not split into {CHUNKS} causal chunks; use a multiple of {CHUNKS}")
+    if args.causal:
+        check_chunks(args, CHUNKS)
     w0 = initial_vorticity(args.ic, args.seed)
-    each = [dict(sfli=kind) for kind in (None, "gauss")]
-    runs = configurations(args, "ns_torus", each, lambda a: f"{name(a)}/window1")
-    folder = Path(args.out) / "ns_torus"
-    results = {name(a): fit(a, w0) for a in runs}
+    runs = configurations(args, [dict(sfli=kind) for kind in (None, "gauss")], name)
+    results = {a.config: fit(a, w0) for a in runs}
     if not args.no_plot:
-        plot(results, folder / ("" if args.all else name(args)) / "fig_ns_torus.png")
+        plot(results, figure_folder(args, runs) / "fig_ns_torus.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Example 7 (Table pde_nd): a parabolic equation in d = 5, 10, 20, 50 dimensions, five seeds at once,
+"""Example 4.7 (Table 2): a parabolic equation in d = 5, 10, 20, 50 dimensions, five seeds at once,
 
     u_t - Delta u + u = f on [-1, 1]^d x [0, 0.2],  initial and boundary values of u* = exp(-t) cos |x|^2.
 
@@ -7,26 +7,24 @@
     python exp_parabolic.py --sfli --dims 50 --seeds 1
 
 The source term f = exp(-t) (2 d sin |x|^2 + 4 |x|^2 cos |x|^2) is the paper's; it is u*_t - Delta u* + u*, as
-Delta cos |x|^2 = -2 d sin |x|^2 - 4 |x|^2 cos |x|^2. The network sees (x, t): gamma of eq. (choice) is that of the
+Delta cos |x|^2 = -2 d sin |x|^2 - 4 |x|^2 cos |x|^2. The network sees (x, t): gamma of Eq. (3.3) is that of the
 (d + 1)-dimensional box.
 Paper, SFLI, d = 5, 10, 20, 50: 1.73e-2, 2.03e-2, 3.64e-2, 8.26e-2; baseline 3.12e-2, 7.92e-2, 1.85e-1, 1.11. Ours, five
 seeds, two at d = 50: 1.12e-2, 1.17e-2, 1.9e-2, 6.8e-2; baseline 3.1e-2, 7.8e-2, 1.73e-1, 8.9e-1.
 Minutes on one CPU core with other work on it, preset laptop and paper, which are the same: 41 to 48 for d = 5, about 55
 for d = 10, 90 to 127 for d = 20, and 86 to 111 for d = 50 with two seeds; smoke seconds.
 """
-import argparse
-from pathlib import Path
-
 import torch
 
-from common import (MLP, check_resume, fail, jet, parse_args, plot_dimensions, positive, relative_l2, run, sfli, table,
-                    uniform)
+from cli import (configurations, fail, folder_of, network, parse_args, plot_dimensions, positive, relative_l2, run,
+                 write_table)
+from common import jet, uniform
 
 # Parameters --------------------------------------------------------------------------------------
 
-PAPER = dict(steps=20_000, batch=512, width=128, lr=1e-3, decay=0.9, decay_every=2000, optimizer="adam", seeds=5)
+PAPER = dict(steps=20_000, batch=512, width=128, layers=4, lr=1e-3, decay=0.9, decay_every=2000, optimizer="adam",
+             seeds=5)
 PRESETS = {"paper": PAPER, "laptop": PAPER, "smoke": PAPER | dict(steps=5, batch=16, width=16, seeds=2)}
-LAYERS = 4
 DIMS = (5, 10, 20, 50)
 T = 0.2
 TABLE = {5: (3.12e-2, 1.73e-2), 10: (7.92e-2, 2.03e-2), 20: (1.85e-1, 3.64e-2), 50: (1.11, 8.26e-2)}  # the paper's
@@ -71,45 +69,37 @@ def residuals(net, batch):
 # Train and evaluate ------------------------------------------------------------------------------
 
 
-def name(args, d):
-    return f"d{d}-" + (f"sfli-{args.sfli}" if args.sfli else "baseline")
+def name(args):
+    return f"d{args.d}-" + (f"sfli-{args.sfli}" if args.sfli else "baseline")
 
 
-def fit(args, d):
+def fit(args):
     """Train args.seeds networks; -> their final errors on a fixed test set."""
+    d = args.d
     test = uniform(box(d), TEST, torch.Generator().manual_seed(1)).to(args.device)
     points = uniform(box(d), 2500, torch.Generator().manual_seed(3)).to(args.device)  # for the eps-rank
     u = exact(test)
-
-    def build(generator):
-        net = MLP(d + 1, args.width, LAYERS)
-        return sfli(net, box(d), args.sfli, args.gamma, args.C or 1.0, generator) if args.sfli else net
-
     paper = TABLE[d][1 if args.sfli else 0] if d in TABLE and not (args.gamma or args.C) else None
-    _, history = run(args, "parabolic", name(args, d), build, lambda g: draw(g, d, args.batch), residuals,
+    _, history = run(args, network(args, box(d), args.gamma), lambda g: draw(g, d, args.batch), residuals,
                      lambda net: {"rel_l2": relative_l2(net(test)[:, 0], u)}, points, 1.0, args.gamma, paper)
     return [row["rel_l2"] for row in history[-args.seeds :]]
 
 
 def main(argv=None):
-    args = parse_args(__doc__, PRESETS, argv, lambda cli: cli.add_argument(
+    args = parse_args("parabolic", __doc__, PRESETS, argv, lambda cli: cli.add_argument(
         "--dims", type=positive(int), nargs="+", default=list(DIMS), metavar="D", help="dimensions d"))
     if args.gamma == "auto":
         fail("--gamma auto looks at Gaussians in few dimensions; use --C here")
-    if not args.sfli and (args.gamma or args.C):
-        fail("--gamma and --C shape the first layer of SFLI; add --sfli")
-    kinds = (None, "gauss") if args.all else (args.sfli,)
-    each = [argparse.Namespace(**vars(args) | {"sfli": kind}) for kind in kinds]
-    check_resume(args, "parabolic", [name(a, d) for d in args.dims for a in each])
-    errors = {d: [fit(a, d) for a in each] for d in args.dims}
+    if args.all and (args.gamma or args.C):
+        fail("--all has C = 1; drop --gamma and --C, or use --sfli")
+    runs = configurations(args, [dict(sfli=kind) for kind in (None, "gauss")], name, [dict(d=d) for d in args.dims])
+    errors = {(a.d, a.sfli): fit(a) for a in runs}
     if args.all:
-        folder = Path(args.out) / "parabolic"
-        rows = [{"d": d} | {key: (values, TABLE[d][k] if d in TABLE else None)
-                            for k, (key, values) in enumerate(zip(("Baseline", "SFLI, C = 1"), errors[d]))}
-                for d in args.dims]
-        table(folder, rows)
+        rows = [{"d": d, "Baseline": (errors[d, None], TABLE.get(d, (None, None))[0]),
+                 "SFLI, C = 1": (errors[d, "gauss"], TABLE.get(d, (None, None))[1])} for d in args.dims]
+        write_table(folder_of(args), rows)
         if not args.no_plot:
-            plot_dimensions(rows, folder / "fig_parabolic.png")
+            plot_dimensions(rows, folder_of(args, "fig_parabolic.png"))
 
 
 if __name__ == "__main__":

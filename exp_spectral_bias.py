@@ -1,4 +1,4 @@
-"""Example 2 (Fig. frequency): spectral bias on a discontinuous multiscale function on [-1, 1],
+"""Example 4.2 (Fig. 7): spectral bias on a discontinuous multiscale function on [-1, 1],
 
     f(x) = (x^2 + 1) sin 80x,  x < -1/3;   (3 - 2x) cos 10x,  -1/3 <= x < 1/3;   x^3 - x,  x >= 1/3.
 
@@ -12,21 +12,20 @@ all), e_high: baseline 3.2e-1, gauss 1.8e-3, tanh 2.2e-3, cos 1.5e-3, hat 2.0e-3
 Minutes on 2 CPU cores, --all: preset laptop and paper, which are the same, 2; smoke seconds.
 """
 import math
-from pathlib import Path
 
 import torch
 
-from common import (COLORS, KINDS, MLP, check_resume, curve, figure, grid, parse_args, relative_l2, run,
-                    save_figure, sfli, shape, uniform, volume)
+from cli import (COLORS, configurations, curve, figure, figure_folder, gamma_of, network, parse_args, relative_l2, run,
+                 save_figure)
+from common import KINDS, grid, uniform, volume
 
 # Parameters --------------------------------------------------------------------------------------
 
-# Width, layers, batch and gamma are those of Table config; it does not state the number of steps.
-PAPER = dict(steps=20_000, batch=201, width=50, lr=1e-3, optimizer="adam")
+# Width, layers, batch and gamma are those of Table 3; it does not state the number of steps.
+PAPER = dict(steps=20_000, batch=201, width=50, layers=3, lr=1e-3, optimizer="adam")
 PRESETS = {"paper": PAPER, "laptop": PAPER, "smoke": PAPER | dict(steps=20, batch=41, width=20)}
-LAYERS = 3
 OMEGA = [(-1.0, 1.0)]
-GAMMA = {"gauss": math.sqrt(420), "tanh": 15.0, "cos": 15.0, "hat": 15.0}  # the table's 420 is gamma^2, see Example 1
+GAMMA = {"gauss": math.sqrt(420), "tanh": 15.0, "cos": 15.0, "hat": 15.0}  # the table's 420 is gamma^2, see Example 4.1
 DELTA = 15  # splits low from high frequencies
 GRID = 8_192  # points of the discrete Fourier transform
 
@@ -53,15 +52,11 @@ def spectrum(y):
 # Train and evaluate ------------------------------------------------------------------------------
 
 
-def fit(args, kind):
+def fit(args):
     test = grid(OMEGA, GRID).to(args.device)
     points = grid(OMEGA, 2_500).to(args.device)  # for the eps-rank
-    gamma = shape(args, kind, GAMMA, OMEGA, points, volume(OMEGA))
+    gamma = gamma_of(args, GAMMA, OMEGA, points, volume(OMEGA))
     f_test = f(test[:, 0])
-
-    def build(generator):
-        net = MLP(1, args.width, LAYERS)
-        return sfli(net, OMEGA, kind, gamma, args.C or 1.0, generator) if kind else net
 
     def sample(generator):  # fresh points every step; the paper's 201 could also be a fixed grid
         return {"x": uniform(OMEGA, args.batch, generator)}
@@ -75,13 +70,13 @@ def fit(args, kind):
         low, high = e[: DELTA + 1].sum().item(), e[DELTA + 1 :].sum().item()
         return {"rel_l2": relative_l2(y, f_test), "e_low": low, "e_high": high}
 
-    _, history = run(args, "spectral_bias", config(kind), build, sample, residuals, evaluate, points, volume(OMEGA),
-                     gamma)
+    build = network(args, OMEGA, gamma)
+    _, history = run(args, build, sample, residuals, evaluate, points, volume(OMEGA), gamma)
     return history
 
 
-def config(kind):
-    return f"sfli-{kind}" if kind else "baseline"
+def name(args):
+    return f"sfli-{args.sfli}" if args.sfli else "baseline"
 
 
 # Plot --------------------------------------------------------------------------------------------
@@ -114,13 +109,11 @@ def plot(histories, width, path):
 
 
 def main(argv=None):
-    args = parse_args(__doc__, PRESETS, argv)
-    kinds = [None, *KINDS] if args.all else [args.sfli]
-    check_resume(args, "spectral_bias", [config(kind) for kind in kinds])
-    histories = {kind: fit(args, kind) for kind in kinds}
+    args = parse_args("spectral_bias", __doc__, PRESETS, argv)
+    runs = configurations(args, [dict(sfli=kind) for kind in (None, *KINDS)], name)
+    histories = {a.sfli: fit(a) for a in runs}
     if not args.no_plot:
-        folder = Path(args.out) / "spectral_bias" / ("" if args.all else config(args.sfli))
-        plot(histories, args.width, folder / "fig_frequency.png")
+        plot(histories, args.width, figure_folder(args, runs) / "fig_frequency.png")
 
 
 if __name__ == "__main__":

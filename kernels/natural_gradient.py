@@ -1,0 +1,274 @@
+"""Natural gradient: Gauss-Newton in function space, d = J^T (J J^T + lam I)^-1 r with J = d r / d theta.
+
+common.train(optimizer="ng") takes it from here, so copy this folder beside common.py if you want it in your project.
+"""
+import contextlib
+import math
+
+import torch
+
+from common import Jet
+
+NG_BYTES = 4e9  # limit for J and its Gram matrix
+
+
+class NaturalGradient:
+    """theta <- theta - eta d,  d = J^T (J J^T + lam I)^-1 r: the Gauss-Newton step in function space by the Woodbury
+    identity (ENGD-W, arXiv 2505.12149). r stacks all residuals, each scaled by sqrt(weight / count), so |r|^2 is the
+    loss that the other optimisers minimise. With momentum mu it is SPRING (arXiv 2401.10190): d minimises
+    |J d - r|^2 + lam |d - mu d_old|^2.
+
+    eta: halved from `lr`, at most TRIES times, until the loss falls on the same batch. lam: divided by 1.5 after a
+    step that needed no halving, doubled after more than two; a step that never falls is rejected, doubles lam and
+    forgets d_old. What happened is in the history: damping, eta, and the number of steps rejected so far."""
+
+    TRIES = 12
+
+    def __init__(self, net, residuals, lr=1.0, damping=1e-3, momentum=0.0):
+        if not 0 < damping < math.inf or not 0 <= momentum < 1:
+            raise ValueError(f"--damping must be positive and 0 <= --momentum < 1, got {damping:g} and {momentum:g}")
+        self.net, self.residuals, self.params = net, residuals, list(net.parameters())
+        if any(p.dtype != torch.float64 for p in self.params):
+            raise ValueError("--optimizer ng computes in float64; use --dtype float64 (in your own code: net.double())")
+        self.momentum, self.param_groups = momentum, [{"lr": lr}]
+        self.damping, self.eta, self.rejected, self.d, self.J, self.jacobian = damping, 0.0, 0, None, None, None
+
+    def state_dict(self):
+        return self.report() | {"d": self.d}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+    def report(self):
+        return {"damping": self.damping, "eta": self.eta, "rejected": self.rejected}
+
+    def natural_gradient(self, problem, batch, w):
+        """The direction for common.train(), loss weights w and causal weights included. -> {name: mean(r^2) [1]}"""
+        r = self.direction(batch, lambda r: row_factors(problem, r, w))
+        one = row_factors(problem, r, {k: torch.ones_like(v) for k, v in w.items()})
+        return {k: (one[k] * r[k]).square().sum(0, keepdim=True) for k in r}
+
+    def direction(self, batch, scale):
+        """Direction d for this batch; scale(r) -> {name: [B]} are the factors of the rows. Returns r."""
+        if self.jacobian is None:
+            self.J, self.jacobian = self.choose_jacobian(batch)
+        r, factor, J = self.jacobian(self.residuals, self.net, batch, scale, self.J)
+        self.batch, self.factor = batch, factor
+        R = torch.cat([factor[k] * r[k] for k in r])
+        self.loss = (R @ R).item()
+        wide = J.shape[0] <= J.shape[1]  # J^T (J J^T + lam)^-1 = (J^T J + lam)^-1 J^T: whichever is smaller
+        G = gram(J if wide else J.T)
+        if not G.diagonal().isfinite().all():
+            raise ValueError("--optimizer ng: the Jacobian of the residuals is not finite; try a smaller --gamma, and "
+                             "look for a square root or a division in the residuals")
+        old = torch.zeros_like(J[0]) if self.d is None else self.momentum * self.d.to(J)
+        b = R - J @ old if self.momentum else R
+        while True:  # rounding may leave J J^T indefinite by 1e-16 of its size: more damping then
+            G.diagonal().add_(self.damping)
+            L, failed = torch.linalg.cholesky_ex(G)
+            if not failed:
+                break
+            G.diagonal().sub_(self.damping)
+            self.damping *= 10
+        solve = lambda b: torch.cholesky_solve(b[:, None], L)[:, 0]
+        self.d = old + (J.T @ solve(b) if wide else solve(J.T @ b))
+        return r
+
+    @torch.no_grad()
+    def step(self):
+        def move(eta):
+            for p, p_0, d in zip(self.params, theta, self.d.split([p.numel() for p in self.params])):
+                p.copy_(p_0 - eta * d.view_as(p))
+
+        theta = [p.clone() for p in self.params]
+        eta = top = self.param_groups[0]["lr"]
+        for _ in range(self.TRIES):
+            move(eta)
+            r = self.residuals(self.net, self.batch)
+            if sum((self.factor[k] * r[k]).square().sum().item() for k in r) < self.loss:  # not where it is nan
+                break
+            eta /= 2
+        else:
+            move(0.0)
+            eta, self.d, self.rejected = 0.0, None, self.rejected + 1
+        self.eta = eta
+        if eta == top:
+            self.damping = max(self.damping / 1.5, 1e-13)
+        elif eta < top / 4:
+            self.damping *= 2
+
+    def size(self, batch):
+        """Rows and columns of J; refuses what does not fit NG_BYTES."""
+        P = sum(p.numel() for p in self.params)
+
+        def check(R):
+            size = 8 * (R * P + min(R, P) ** 2)
+            if size > NG_BYTES:
+                raise ValueError(f"--batch: J has {R} rows x {P} parameters, {size / 1e9:.1f} GB with its Gram matrix, "
+                                 f"over the limit of {NG_BYTES / 1e9:g} GB; use fewer points, a smaller --width, or "
+                                 "another --optimizer")
+            return R, P
+
+        check(max((len(v) for v in batch.values() if v.dim()), default=0))  # before the residuals take as much memory
+        with torch.no_grad():
+            return check(sum(len(v) for v in self.residuals(self.net, batch).values()))
+
+    def choose_jacobian(self, batch):
+        """Buffer for J and the way to fill it: jacobian() where v^T J is the gradient of v . r for a random v, else
+        torch.func, many times slower, for modules whose parameters do not enter through linear or lerp."""
+        R, P = self.size(batch)
+        print(f"natural gradient: J {R} x {P} in float64, {8e-6 * R * P:.0f} MB", flush=True)
+        J = torch.empty(R, P, dtype=torch.float64, device=self.params[0].device)
+        with contextlib.suppress(NotImplementedError):
+            g = torch.Generator(J.device).manual_seed(0)
+            r = self.residuals(self.net, batch)
+            v = {k: torch.rand(len(r[k]), generator=g, dtype=J.dtype, device=J.device) for k in r}
+            jacobian(self.residuals, self.net, batch, lambda r: v, J)
+            total = sum((v[k] * r[k]).sum() for k in r)
+            grads = torch.autograd.grad(total, self.params, allow_unused=True, materialize_grads=True)
+            difference = J.sum(0) - torch.cat([g.flatten() for g in grads])
+            if not difference.norm() > 1e-9 * math.sqrt(R) * J.norm():  # rounding; nan is for direction() to report
+                return J, jacobian
+        print("natural gradient: a module that jacobian() does not know; torch.func takes over, slowly", flush=True)
+        return None, jacobian_by_func
+
+
+def row_factors(problem, r, w):
+    """What makes |factor * r|^2 the loss of the network: sqrt(weight * causal weight / count), {name: [B]}."""
+    c = problem.causality({k: v.unsqueeze(0) for k, v in r.items()})
+    return {k: torch.sqrt(w[k] * c.get(k, torch.ones_like(v)) / len(v)).expand(1, len(v))[0] for k, v in r.items()}
+
+
+def gram(A):
+    """Lower triangle of A A^T (what Cholesky reads), by blocks of rows: little more than half the work."""
+    n = len(A)
+    G, block = A.new_zeros(n, n), -(-n // 8)
+    for i in range(0, n, block):
+        torch.mm(A[i : i + block], A[: i + block].T, out=G[i : i + block, : i + block])
+    return G
+
+
+class Tape(torch.overrides.TorchFunctionMode):
+    """Records every operation through which parameters meet samples: linear(a, W, b) and lerp(y, h, alpha)."""
+
+    def __init__(self):
+        super().__init__()
+        self.records = []  # (channels of the input, W or alpha, b, channels of the output)
+
+    def __enter__(self):
+        Jet.short_cuts = False  # past linear()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        Jet.short_cuts = True
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name not in ("linear", "lerp"):
+            return out
+        if isinstance(out, Jet):  # gradients per sample want a row per sample, also where all rows are equal
+            out = Jet([None if c is None else out.full(k) for k, c in enumerate(out.channels)], out.plan)
+        if name == "linear":
+            a, W, b = [*args, *(kwargs or {}).values(), None][:3]
+        else:
+            (y, h, W), b = args, None
+            a = h - y
+        channels = lambda a: a.channels if isinstance(a, Jet) else [a]
+        self.records.append((channels(a), W, b, channels(out)))
+        return out
+
+class Rows:
+    """The rows of J that belong to one residual, [B, parameters]: put() writes, then adds to, the columns of p."""
+
+    def __init__(self, J, params):
+        ends = torch.tensor([p.numel() for p in params]).cumsum(0).tolist()
+        self.block = {p: J[:, end - p.numel() : end] for p, end in zip(params, ends)}
+        self.written = set()
+
+    def put(self, p, g):  # [B, *p.shape]
+        self.block[p].add_(g.flatten(1)) if p in self.written else self.block[p].copy_(g.flatten(1))
+        self.written.add(p)
+
+    def finish(self):
+        for p in set(self.block) - self.written:
+            self.block[p].zero_()
+
+
+def jacobian(residuals, net, batch, scale, J):
+    """r {name: [B]}, its factors scale(r), and J [rows, parameters] = d (factor * r) / d theta of all residuals, one
+    below the other, in the order of net.parameters(), written to the buffer J if its size fits.
+
+    Every residual depends on its own sample alone, so one backward pass of sum r gives, at the output of each linear
+    map, the gradients of all samples side by side; with the map's input they make the rows of J, summed over the
+    channels of a jet. One backward pass per name."""
+    params = list(net.parameters())
+    with Tape() as tape:
+        r = residuals(net, batch)
+    with torch.no_grad():
+        factor = scale({k: v.detach() for k, v in r.items()})
+        R, P = sum(len(v) for v in r.values()), sum(p.numel() for p in params)
+        J = J if J is not None and J.shape == (R, P) else params[0].new_empty(R, P)
+        outputs = [c for *_, out in tape.records for c in out if c is not None]
+        row = 0
+        for k, v in r.items():
+            grads = iter(torch.autograd.grad(v, outputs, factor[k], retain_graph=True, allow_unused=True))
+            rows = Rows(J[row : row + len(v)], params)
+            row += len(v)
+            for a, W, b, out in tape.records:
+                delta = [None if c is None else next(grads) for c in out]
+                used = [(d, c) for d, c in zip(delta, a) if d is not None]
+                used = [(e, f) for d, c in used for e, f in (zip(d, c) if d.dim() > 2 else [(d, c)])]  # groups apart
+                if W.dim() not in (0, 2) or any(d.dim() != 2 or len(d) != len(v) for d, _ in used):
+                    raise NotImplementedError("jacobian: a residual per sample and maps of [B, n] are wanted")
+                if used:
+                    lerp_rows(rows, W, used) if W.dim() == 0 else linear_rows(rows, W, b, used, delta[0], params)
+            rows.finish()
+    return {k: v.detach() for k, v in r.items()}, factor, J
+
+
+def lerp_rows(rows, alpha, used):
+    """lerp(y, h, alpha) = y + alpha (h - y): (h - y) times the gradient, summed. used: [(gradient, input)] [B, n]"""
+    rows.put(alpha, sum((d * c).sum(1, keepdim=True) for d, c in used))
+
+
+def linear_rows(rows, W, b, used, at_b, params):
+    """a W^T + b: outer products of gradient and input, summed over the channels; where W is made of parameters
+    (factorized weights, a Gaussian layer) the chain rule leads on to them."""
+    at_b = torch.zeros_like(used[0][0]) if at_b is None else at_b
+    B = len(at_b)
+    plain = W in rows.block and (b is None or b in rows.block)
+    to = rows.block[W].unflatten(1, W.shape) if plain else at_b.new_empty(B, *W.shape)
+    add = plain and W in rows.written
+    used = [(d.unsqueeze(2), c.expand(B, -1).unsqueeze(1)) for d, c in used]
+    size = max(1, 2**18 // W.numel())  # rows at a time, so that all channels meet them in the cache
+    for lo in range(0, B, size):
+        part = to[lo : lo + size]
+        for i, (d, c) in enumerate(used):
+            d, c = d[lo : lo + size], c[lo : lo + size]
+            part.addcmul_(d, c) if i or add else torch.mul(d, c, out=part)
+    if plain:
+        rows.written.add(W)
+        if b is not None:
+            rows.put(b, at_b)
+        return
+    made, by = ([W], [to]) if b is None else ([W, b], [to, at_b])
+    chain = torch.autograd.grad(made, params, by, retain_graph=True, allow_unused=True, is_grads_batched=True)
+    for p, g in zip(params, chain):
+        if g is not None:
+            rows.put(p, g)
+
+
+def jacobian_by_func(residuals, net, batch, scale, J):
+    """The same for any module, by one backward pass per row (torch.func.jacrev)."""
+    with torch.no_grad():
+        r = residuals(net, batch)
+        factor = scale(r)
+
+    def stacked(p):
+        r = residuals(lambda x: torch.func.functional_call(net, p, (x,)), batch)
+        return torch.cat([factor[k] * r[k] for k in r])
+
+    J = torch.func.jacrev(stacked, chunk_size=64)(dict(net.named_parameters()))
+    return r, factor, torch.cat([d.detach().reshape(len(d), -1) for d in J.values()], 1)
