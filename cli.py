@@ -236,6 +236,12 @@ class Together:
         torch.distributed.all_reduce(x)
         return x / self.count
 
+    def average_gradients(self, params):
+        grads = [p.grad for p in params if p.grad is not None]
+        mean = self.average(torch.cat([g.flatten() for g in grads]))
+        for g, m in zip(grads, mean.split([g.numel() for g in grads])):
+            g.copy_(m.view_as(g))
+
     def gather(self, x):
         parts = [None] * self.count
         torch.distributed.all_gather_object(parts, x)

@@ -1,16 +1,15 @@
 """Structured first-layer initialization (SFLI): initializers, networks, derivatives, eps-rank, training.
 
-Tang, Yang, Zhao, Zhu, "Structured First-Layer Initialization Pre-Training Techniques to Accelerate
-Training Process Based on eps-Rank"; numbers of sections, equations and examples below are the paper's.
+Tang, Yang, Zhao, Zhu, "Structured First-Layer Initialization Pre-Training Techniques to Accelerate Training Process
+Based on eps-Rank"; numbers of sections, equations and examples below are the paper's.
 
 Copy this file into your own project; it needs torch and nothing else beside it:
 
     from common import sfli
     net = sfli(net, [(-1, 1), (-1, 1)])      # net: an nn.Sequential on the square [-1, 1]^2
 
-Sections: SFLI - Networks - Derivatives - eps-rank - Training. With the folder kernels/ beside it train() also has
-optimizer="ng". Nothing here changes settings of PyTorch; on a CPU torch.set_flush_denormal(True) at the start of your
-program spares you the slow arithmetic of subnormal numbers, which tails of Gaussians make.
+Sections: SFLI - Networks - Derivatives - eps-rank - Training; with kernels/ beside it train() has optimizer="ng" too.
+No setting of PyTorch is changed; on a CPU torch.set_flush_denormal(True) at the start of your program helps Gaussians.
 """
 import contextlib
 import csv
@@ -18,7 +17,6 @@ import io
 import math
 import os
 import re
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +30,8 @@ from torch import nn
 KINDS = ("gauss", "tanh", "cos", "hat")
 
 class FirstLayer(nn.Module):
-    """First hidden layer with its activation: sigma(W x + b), or for "gauss" the radial
-    F_i(x) = exp(-sum_k (w_ik x_k + b_ik)^2) with w, b [n, d]; w and b are what is trained."""
+    """First hidden layer with its activation: sigma(W x + b), or for "gauss" F_i(x) = exp(-sum_k (w_ik x_k + b_ik)^2)
+    with w, b [n, d]; w and b are what is trained."""
 
     def __init__(self, kind, weight, bias):
         super().__init__()
@@ -42,26 +40,21 @@ class FirstLayer(nn.Module):
     def forward(self, x):
         if self.kind != "gauss":
             z = F.linear(x, self.weight, self.bias)
-            return hat(z) if self.kind == "hat" else getattr(torch, self.kind)(z)
-        # One product with the expanded square. It cancels gamma^2 |x|^2, for which float32 has too few digits (relative
-        # error 6e-4 for gamma = 50, and 1.5e-5 for w x + b without expanding): hence float64 around a thin product.
+            return F.relu(1 - torch.abs(z)) if self.kind == "hat" else getattr(torch, self.kind)(z)
+        # The expanded square cancels gamma^2 |x|^2, for which float32 has too few digits: a thin product in float64.
         s = squared_distance(x, self.weight, self.bias).to(self.weight.dtype)
-        # Below exp(-40) = 4e-18 a bump adds nothing to a sum of O(1) terms in either precision, but left
-        # alone its tails are subnormal numbers, on which CPUs multiply matrices a hundred times slower.
+        # Below exp(-40) = 4e-18 a bump adds nothing to a sum of O(1) terms, but left alone its tails are subnormal
+        # numbers, on which CPUs multiply matrices many times slower.
         return torch.exp(-s) * (s < 40)
 
     def extra_repr(self):
         return f"{self.kind}, {self.weight.shape[1]} -> {self.weight.shape[0]}"
 
-def hat(z):
-    return F.relu(1 - torch.abs(z))
-
 def shape_parameter(n, domain, C=1.0):
     """gamma = C (n^(1/d) - 1) / |Omega|^(1/d), Eq. (3.3)."""
     if n < 2:
         raise ValueError("gamma: Eq. (3.3) is zero for one neuron; widen the layer or give gamma")
-    d = len(domain)
-    return C * (n ** (1 / d) - 1) / volume(domain) ** (1 / d)
+    return C * (n ** (1 / len(domain)) - 1) / volume(domain) ** (1 / len(domain))
 
 def volume(domain):
     return math.prod(hi - lo for lo, hi in domain)
@@ -105,8 +98,7 @@ def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None):
         raise ValueError(f"net: {type(net).__name__} is no Sequential, no Linear and no network of common.py; "
                          "call sfli on its first Linear and assign the result back")
     for name in net.sfli_layers:
-        old = getattr(net, name)[0]
-        setattr(net, name, _first_layer(old, net.embed, domain, kind, gamma, C, generator))
+        setattr(net, name, _first_layer(getattr(net, name)[0], net.embed, domain, kind, gamma, C, generator))
     return net
 
 def _first_layer(old, embed, domain, kind, gamma, C, generator):
@@ -234,15 +226,11 @@ class ModifiedMLP(MLP):
     def make_blocks(self, n, L, rwf):
         return nn.ModuleList(Gated(n, n, rwf) for _ in range(L - 1))
 
-    def encode(self, x):
+    def hidden(self, x):
         x = self.embed(x)
         V = self.V(x)
         D = self.U(x) - V
-        return self.gate(x, D, V), D, V
-
-    def hidden(self, x):
-        y, D, V = self.encode(x)
-        y = [y]
+        y = [self.gate(x, D, V)]
         for block in self.blocks:
             y.append(block(y[-1], D, V))
         return y
@@ -266,8 +254,7 @@ class PirateNet(ModifiedMLP):
     def make_blocks(self, n, L, rwf):
         return nn.ModuleList(PirateBlock(n, rwf) for _ in range(L))
 
-# Derivatives: collapsed Taylor mode. A Jet carries a function's value and the wanted derivatives
-# through the network at once; a linear layer is one matrix product over all of them. ----------------------------------
+# Derivatives: collapsed Taylor mode, value and wanted derivatives through the network at once -------------------------
 
 def jet(f, x, variables, derivatives):
     """Value and derivatives of f at x [B, d], each [B, out]:
@@ -276,9 +263,9 @@ def jet(f, x, variables, derivatives):
         u, u_t, laplacian = jet(net, x, "t x1 x2 x3", "t x1x1+x2x2+x3x3")
         u, heat = jet(net, x, "t x", "t-0.1*xx")
 
-    `variables` names the columns of x (a letter, then digits if you like). `derivatives` lists products of these
-    names, up to third order, or linear combinations of them: a combination costs one channel, not one per term.
-    f is any module or function made of the operations in RULES; it sees a Jet where it expects a tensor."""
+    `variables` names the columns of x (a letter, then digits if you like), `derivatives` lists products of these, up to
+    third order, or linear combinations of them, which cost one channel each. f is any module or function made of the
+    operations in RULES; it sees a Jet where it expects a tensor."""
     plan = _plan(variables, derivatives)
     if x.shape[-1] != plan.d:
         raise ValueError(f"variables: {variables!r} names {plan.d} columns, x has {x.shape[-1]}")
@@ -299,10 +286,8 @@ class Plan:
         group      x and y are used alike, as squares of one sum: a group [1, 2], for which x stands from here on,
                    wanted = [(((0,), 1), ((1, 1), -1))]
         channels   0: the value, 1: x, which is the group's first derivatives [2, B, n], 2: t-xx-yy
-        rules      f(z)_2 = f'(z) z_2 - f''(z) z_1 z_1  and  (a b)_2 = a b_2 + a_2 b - 2 a_1 b_1,
-                   where products of a group are summed over its variables
-
-    so that operations stay few and large in any dimension."""
+        rules      f(z)_2 = f'(z) z_2 - f''(z) z_1 z_1  and  (a b)_2 = a b_2 + a_2 b - 2 a_1 b_1, where products of a
+                   group are summed over its variables: operations stay few and large in any dimension"""
 
     def __init__(self, variables, derivatives):
         number = {v: k for k, v in enumerate(variables.split())}
@@ -315,7 +300,7 @@ class Plan:
         self.groups = [None] * len(channels)  # variables of each channel that is a group
         for members in groups:
             self.groups[at[(((members[0],), 1),)]] = members
-        self.seeds = [[(term[0], m) for term, m in c if len(term) == 1] for c in channels[1:]]  # derivatives of x itself
+        self.seeds = [[(term[0], m) for term, m in c if len(term) == 1] for c in channels[1:]]  # of x itself
         self.outputs = [[(at[e], 1)] if e in at else [(at[((term, 1),)], m) for term, m in e] for e in wanted]
         self.chain, self.leibniz = zip(*(self.rules(c, at) for c in channels))
 
@@ -373,10 +358,9 @@ class Plan:
 
 _plans = {}
 
-def _plan(variables, derivatives):
-    key = variables, derivatives
+def _plan(*key):
     if key not in _plans:
-        _plans[key] = Plan(variables, derivatives)
+        _plans[key] = Plan(*key)
     return _plans[key]
 
 _plan._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets, without importing the compiler
@@ -489,20 +473,17 @@ def _matmul(a, w):
         channels[k] = c.reshape(*a.channels[k].shape[:-1], *w.shape[1:])
     return Jet(channels, a.plan)
 
-def _linear(a, weight, bias=None):
-    y = _matmul(a, weight.mT)
-    return y if bias is None else _add(y, bias)
+_linear = lambda a, weight, bias=None: _matmul(a, weight.mT) if bias is None else _add(_matmul(a, weight.mT), bias)
 
 def squared_distance(x, w, b):
-    """sum_k (w_ik x_k + b_ik)^2 = [w^2, 2 w b, |b|^2] . [x^2, x, 1] as one product; the value in float64, derivatives of
-    it, in which less cancels, in the precision of w."""
+    """sum_k (w_ik x_k + b_ik)^2 = [w^2, 2 w b, |b|^2] . [x^2, x, 1] as one product; the value in float64, derivatives,
+    in which less cancels, in the precision of w."""
     if not isinstance(x, Jet):
         return _expanded_square(x.double(), w.double(), b.double())
     short = x.is_input and any(x.plan.groups)
     s = _by_unit_vectors(x, w, b) if short else _expanded_square(x, w, b)
     if w.dtype != torch.float64:
-        v = x.channels[0]
-        s.channels[0] = _expanded_square(v.double(), w.double(), b.double())
+        s.channels[0] = squared_distance(x.channels[0], w, b)
     return s
 
 def _expanded_square(x, w, b):
@@ -522,7 +503,6 @@ def _by_unit_vectors(x, w, b):
                 for m in [m for used, m in terms if used == (k, k)]:
                     s.channels[c] = _plus(s.channels[c], 2 * m * (w_k * w_k).sum(0))
     return s
-
 
 def _getitem(a, index):
     index = index if isinstance(index, tuple) else (index,)
@@ -588,24 +568,22 @@ class Jet:
 # eps-rank (Section 2): number of eigenvalues > eps of M = integral over Omega of phi phi^T dx -------------------------
 
 def hidden_features(net, x):
-    """Outputs [N, n] of every hidden layer, first to last: of a network of this file or an nn.Sequential
-    (there: what enters each Linear but the first)."""
+    """Outputs [N, n] of every hidden layer: of a network of this file or an nn.Sequential (what enters each Linear but
+    the first)."""
     if hasattr(net, "hidden"):
         return net.hidden(x)
     if not isinstance(net, nn.Sequential):
         raise ValueError(f"net: {type(net).__name__} has no hidden(x) that lists the outputs of its hidden layers")
     out, seen = [], False
     for module in net:
-        if isinstance(module, (nn.Linear, Dense)):
-            out += [x] if seen else []
-            seen = True
-        x, seen = module(x), seen or isinstance(module, FirstLayer)
+        out += [x] if seen and isinstance(module, (nn.Linear, Dense)) else []
+        seen = seen or isinstance(module, (nn.Linear, Dense, FirstLayer))
+        x = module(x)
     return out
 
 def gram_spectrum(phi, measure=1.0):
-    """Eigenvalues, largest first, of the Gram matrix of features phi [N, n] at N points spread uniformly over
-    the domain: measure / N * phi^T phi. The product is float64 even where phi is float32: accumulated in
-    float32 it has a noise floor of 1e-9..1e-5 of the largest eigenvalue, which would count as rank."""
+    """Eigenvalues, largest first, of the Gram matrix measure / N * phi^T phi of features phi [N, n] at N points spread
+    uniformly over the domain; in float64 even where phi is float32, whose rounding would count as rank."""
     phi = phi.detach().double()
     return torch.linalg.eigvalsh(phi.T @ phi * (measure / len(phi))).flip(0)
 
@@ -616,10 +594,8 @@ def eps_rank(net, x, eps=1e-6, measure=1.0, layer=-1):
 
     The paper states neither eps nor the quadrature. Ours: eps = 1e-6, equal weights on x, and
     measure = |Omega| where d <= 3, else 1 (2^50 would swamp any threshold)."""
-    if layer == "first":
-        phis = [getattr(net, name)(net.embed(x)) for name in net.sfli_layers]
-    else:
-        phis = hidden_features(net, x)
+    of_sfli = lambda: [getattr(net, name)(net.embed(x)) for name in net.sfli_layers]
+    phis = of_sfli() if layer == "first" else hidden_features(net, x)
     rank = lambda phi: int((gram_spectrum(phi, measure) > eps).sum())
     return list(map(rank, phis)) if layer in ("first", "all") else rank(phis[layer])
 
@@ -630,8 +606,6 @@ def grid(domain, n):
 
 # Training: sample -> named residuals -> squared, averaged, weighted -> optimiser --------------------------------------
 
-OPTIMIZERS = ("adam", "soap", "ng")
-WEIGHTINGS = ("fixed", "grad_norm", "ntk")
 DIVERGED = 1e6  # a loss so many times its best has diverged
 
 @dataclass(frozen=True)
@@ -694,9 +668,9 @@ class State:
 
 class Alone:
     """The processes that train one network together: this one. cli.py has those of torchrun."""
-
     number, count = 0, 1
     average = staticmethod(lambda x: x)  # mean of a tensor over the processes
+    average_gradients = staticmethod(lambda params: None)
     gather = staticmethod(lambda x: [x])  # x of every process
 
 class Stopped(Exception):
@@ -710,8 +684,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, optimizer="adam", optimize
     sample(generator) -> batch, a dict of tensors [B, ...], drawn anew every step.
     residuals(net, batch) -> {name: r [B]}, never squares; the loss is the sum over names of weight * mean(r^2).
     lr: a number, or a function of the step such as Schedule(1e-3, warmup=500, decay=0.9, every=1000).
-    optimizer: "adam", "soap" (package pytorch-optimizer), or "ng", natural gradient, for one float64 network: lr is its
-        longest step, 1 at the start. optimizer_options go to it; those of ng are damping and momentum.
+    optimizer: "adam", "soap" (package pytorch-optimizer), or "ng", natural gradient, for one float64 network, where lr
+        is the longest step, 1 at the start. optimizer_options go to it; those of ng are damping and momentum.
     weighting: "fixed" keeps `weights` ({name: w}, default 1); "grad_norm" and "ntk" rebalance them.
     causal: {"terms": [names], "tol": 1.0, "chunks": 32} weights these terms by time; their rows are sorted by it.
     pseudo_time: for a residual given as a pair (r, q) minimise r + lam (q - q now), a step of size 1 / lam of implicit
@@ -762,7 +736,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, optimizer="adam", optimize
 
 def check_choices(nets, optimizer, weighting, compile, processes):
     """What train() refuses before anything is drawn, moved or written."""
-    for name, value, known in (("optimizer", optimizer, OPTIMIZERS), ("weighting", weighting, WEIGHTINGS)):
+    for name, value, known in (("optimizer", optimizer, ("adam", "soap", "ng")),
+                               ("weighting", weighting, ("fixed", "grad_norm", "ntk"))):
         if value not in known:
             raise ValueError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if optimizer == "ng" and (len(nets) > 1 or compile):
@@ -775,17 +750,16 @@ def make_optimizer(name, problem, lr, options):
     params = list(problem.params.values())
     if name == "adam":
         return torch.optim.Adam(params, lr, **dict(fused=True) | options)
-    if name == "ng":
-        try:
-            from kernels.natural_gradient import NaturalGradient
-        except ImportError:
-            raise ValueError("optimizer: ng is kernels/natural_gradient.py; copy the folder kernels/ beside common.py, "
-                             "or use adam or soap") from None
-        return NaturalGradient(problem.nets[0], problem.stepped, lr, **options)
     try:
+        if name == "ng":
+            from kernels.natural_gradient import NaturalGradient
+
+            return NaturalGradient(problem.nets[0], problem.stepped, lr, **options)
         from pytorch_optimizer import SOAP
     except ImportError:
-        raise ValueError("--optimizer soap: the package is missing; pip install pytorch-optimizer") from None
+        missing = ("optimizer: ng is kernels/natural_gradient.py; copy the folder kernels/ beside common.py"
+                   if name == "ng" else "--optimizer soap: the package is missing; pip install pytorch-optimizer")
+        raise ValueError(missing) from None
     return SOAP(params, lr, **dict(betas=(0.9, 0.999), weight_decay=0.0, precondition_frequency=10) | options)
 
 class Problem:
@@ -844,7 +818,6 @@ class Problem:
         return sum((w[k] * losses[k]).sum() for k in losses), losses
 
 # Three ways to a gradient: each (problem, opt, batch, weights) -> {name: loss [S]} leaves opt ready for opt.step().
-
 def gradient_of(problem, opt, compile):
     """The way that train() takes, compiled as asked."""
     if hasattr(opt, "natural_gradient"):
@@ -864,11 +837,7 @@ def gradient_by_autograd(problem, opt, batch, w):
     opt.zero_grad()
     total, losses = problem.objective(problem.params, batch, w)
     total.backward()
-    if problem.processes.count > 1:
-        grads = [p.grad for p in problem.params.values() if p.grad is not None]
-        mean = problem.processes.average(torch.cat([g.flatten() for g in grads]))
-        for g, m in zip(grads, mean.split([g.numel() for g in grads])):
-            g.copy_(m.view_as(g))
+    problem.processes.average_gradients(problem.params.values())
     return {k: problem.processes.average(v.detach()) for k, v in losses.items()}
 
 def compiled_gradient(problem, opt, batch, w):
@@ -879,12 +848,11 @@ def compiled_gradient(problem, opt, batch, w):
     return losses
 
 # The parts of a step, in their order.
-
 def draw(problem, state, sample, constants):
     """The batches of all networks, stacked where they are several, with the constants of the step and lam in them."""
     numbers = {k: torch.tensor(v, device=problem.device) for k, v in constants(state.step).items()} if constants else {}
-    batches = [sample(g) | numbers | {f"lam_{k}": v[s] for k, v in state.lam.items()}
-               for s, g in enumerate(state.generators)]
+    lam = lambda s: {f"lam_{k}": v[s] for k, v in state.lam.items()}
+    batches = [sample(g) | numbers | lam(s) for s, g in enumerate(state.generators)]
     return batches[0] if len(batches) == 1 else {k: torch.stack([b[k] for b in batches]) for k in batches[0]}
 
 def first_batch(problem, state, sample, constants, weights, pseudo_time):
@@ -906,8 +874,8 @@ def first_batch(problem, state, sample, constants, weights, pseudo_time):
     return None if pseudo_time else batch
 
 def causal_weights(r, terms, tol=1.0, chunks=32, average=Alone.average):
-    """w_i = exp(-tol sum_{j<i} L_j), L_j the mean square of time chunk j, the smallest over `terms`; constants
-    for the gradient. {name: [S, B]}; rows sorted by time, B a multiple of chunks."""
+    """w_i = exp(-tol sum_{j<i} L_j), L_j the mean square of time chunk j, the smallest over `terms`; constants for the
+    gradient. {name: [S, B]}; rows sorted by time, B a multiple of chunks."""
     weight = None
     for k in terms:
         S, B = r[k].shape
@@ -951,8 +919,8 @@ def rows_of(problem, state, seeds, batch, weighting, evaluate, seconds):
         c = problem.causality(problem.residuals(problem.params, batch)) if problem.causal else {}
         for s, net in enumerate(problem.nets):
             means = {k: v[s].item() / state.count for k, v in state.sums.items()}
-            row = {"step": state.step, "seed": seeds[s]}
-            row |= {"loss": sum(state.weights[k][s].item() * m for k, m in means.items())}
+            loss = sum(state.weights[k][s].item() * m for k, m in means.items())
+            row = {"step": state.step, "seed": seeds[s], "loss": loss}
             row |= {f"loss_{k}": m for k, m in means.items()}
             row |= {f"weight_{k}": v[s].item() for k, v in state.weights.items()} if weighting != "fixed" else {}
             row |= {f"lam_{k}": v[s].item() for k, v in state.lam.items()}
@@ -971,8 +939,7 @@ def take_step(problem, state, batch):
     after = problem.pairs(batch) if look else {}
     for k in after:
         r, q = (problem.processes.average((new - old).square().mean(1)) for new, old in zip(after[k], before[k]))  # [S]
-        ratio = (r / q.clamp(min=1e-30)).sqrt()
-        state.lam[k] = 0.9 * state.lam[k] + 0.1 * ratio.clamp(0.01, 100.0)
+        state.lam[k] = 0.9 * state.lam[k] + 0.1 * (r / q.clamp(min=1e-30)).sqrt().clamp(0.01, 100.0)
 
 def check_losses(problem, state, losses):
     """Finite, and where a row has just been written not far above its best."""
@@ -1004,9 +971,8 @@ class Clock:
         if state.step <= self.steps and now - self.told > (20 if self.told == self.start else 120):
             self.told, row = now, state.history[-1]
             shown = [f"{k} {row[k]:.3g}" for k in ("loss", "rel_l2", "eps_rank", "damping", "eta") if k in row]
-            minutes = (now - self.start) / (state.step - self.first) * (self.steps - state.step) / 60
-            left = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
-            print(f"step {state.step} of {self.steps}: {', '.join(shown)}, about {left} to go", flush=True)
+            left = (now - self.start) / (state.step - self.first) * (self.steps - state.step)
+            print(f"step {state.step} of {self.steps}: {', '.join(shown)}, {left / 60:.0f} min to go", flush=True)
 
 def save_or_stop(state, steps, save, clock, stopping, processes):
     """Write the checkpoint where one is due; -> whether to stop here. Processes agree, every tenth step."""
@@ -1025,7 +991,6 @@ def save_or_stop(state, steps, save, clock, stopping, processes):
     return stopping and not end
 
 # Files: whole at every moment, whatever happens to the process.
-
 def save_checkpoint(path, state):
     """Write the checkpoint; the one before stays as checkpoint_previous.pt. At no moment is there none of the name."""
     buffer = io.BytesIO()  # so that a full disk is an OSError
@@ -1078,10 +1043,8 @@ def atomically(path, write):
         raise
 
 def write_rows(path, rows):
-    def write(tmp):
-        with open(tmp, "w", newline="") as f:
-            out = csv.DictWriter(f, list(rows[0]))
-            out.writeheader()
-            out.writerows(rows)
-
-    atomically(path, write)
+    text = io.StringIO()
+    out = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    out.writeheader()
+    out.writerows(rows)
+    atomically(path, lambda tmp: tmp.write_text(text.getvalue()))

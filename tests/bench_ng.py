@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import common  # noqa: E402
-from common import MLP, NaturalGradient, Periodic, jet, sfli, uniform  # noqa: E402
+from common import MLP, Periodic, jet, sfli, uniform  # noqa: E402
+from kernels import natural_gradient as ng  # noqa: E402
 
 OMEGA = [(0.0, 1.0), (-1.0, 1.0)]
 
@@ -43,11 +43,11 @@ def bench(width, rows, steps):
     net = sfli(MLP(3, width, 4, embed=Periodic(2, {1: 2.0})), OMEGA, gamma=math.sqrt(10))
     generator = torch.Generator().manual_seed(0)
     times, initial = {}, rows // 5
-    opt = NaturalGradient(net, residuals)
+    opt = ng.NaturalGradient(net, residuals)
     scale = lambda r: {k: torch.full_like(v, len(v) ** -0.5) for k, v in r.items()}
-    plain = common.gram, common.jacobian
-    common.gram, common.jacobian = timed(times, "gram", plain[0]), timed(times, "jacobian", plain[1])
-    backward, step = timed(times, "backward", opt.backward), timed(times, "line search", opt.step)
+    plain = ng.gram, ng.jacobian
+    ng.gram, ng.jacobian = timed(times, "gram", plain[0]), timed(times, "jacobian", plain[1])
+    backward, step = timed(times, "backward", opt.direction), timed(times, "line search", opt.step)
     A = torch.randn(2048, 2048)
     product = timed(times, "product", torch.matmul)
     for _ in range(steps):
@@ -55,7 +55,7 @@ def bench(width, rows, steps):
         product(A, A)
         backward({"x": uniform(OMEGA, rows - initial, generator), "x0": x0 * torch.tensor([0.0, 1.0])}, scale)
         step()
-    common.gram, common.jacobian = plain
+    ng.gram, ng.jacobian = plain
     lowest = {name: min(t) for name, t in times.items()}
     lowest["solve"] = min(
         b - j - g for b, j, g in zip(*(times[k][-steps + 1 :] for k in ("backward", "jacobian", "gram")))

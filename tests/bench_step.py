@@ -27,6 +27,7 @@ import exp_high_dim  # noqa: E402
 import exp_ns_torus  # noqa: E402
 import exp_parabolic  # noqa: E402
 from common import MLP, ModifiedMLP, Periodic, PirateNet, jet, sfli, train, uniform  # noqa: E402
+from kernels import cpu  # noqa: E402
 
 
 def grad(y, x):
@@ -106,7 +107,7 @@ def ns(batch=1024):
     """Torus: modified MLP 4 x 256 for u and v, third derivatives, 1024 initial points, weights and causality apart."""
     args = argparse.Namespace(batch=batch, initial=1024, hard_ic=False, formulation="uv")
     omega = [(0.0, 2.0)] + [(0.0, 2 * math.pi)] * 2
-    known = exp_ns_torus.table(exp_ns_torus.velocity(exp_ns_torus.initial_vorticity(None, 0)), 0)
+    known = exp_ns_torus.derivatives_on_grid(exp_ns_torus.velocity(exp_ns_torus.initial_vorticity(None, 0)), 0)
     ones = dict.fromkeys(("scale_0", "scale_1", "size_w", "size_1"), torch.tensor(1.0))
 
     def nested(net, batch):
@@ -179,7 +180,7 @@ def bench(problem, steps):
         state["step"], state["left"] = step + 1, time.perf_counter()
         return sample(generator)
 
-    train(net, timed_sample, ours, steps, compile=True)
+    train(net, timed_sample, ours, steps, compile=cpu.compile_options("cpu"))
     profiler.stop()
     events = profiler.key_averages()
     keys = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::_linear_pointwise")
@@ -191,7 +192,8 @@ def bench(problem, steps):
 def stacked_ms(nets, sample, residuals, steps):
     """Minimum ms per step of these networks in one train()."""
     at = []  # sample is called once per network and step
-    train(nets, lambda g: at.append(time.perf_counter()) or sample(g), residuals, steps, compile=True)
+    train(nets, lambda g: at.append(time.perf_counter()) or sample(g), residuals, steps,
+          compile=cpu.compile_options("cpu"))
     return 1e3 * min(b - a for a, b in zip(at[:: len(nets)], at[len(nets) :: len(nets)]))
 
 
@@ -228,6 +230,7 @@ def main():
     if unknown := set(args.problem) - {*problems, "seeds", "sfli"}:
         cli.error(f"problem: {', '.join(unknown)} unknown; choose from {', '.join(problems)}, seeds, sfli")
     torch.set_flush_denormal(True)
+    cpu.keep_memory()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, minimum ms per step")
     print(f"{'problem':12} {'ours':>8} {'nested':>8} {'ratio':>6} {'peer':>8} {'ratio':>6}  in matrix products")
     for name in args.problem or [*problems, "seeds", "sfli"]:

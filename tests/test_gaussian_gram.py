@@ -12,8 +12,7 @@ from torch import nn
 
 from conftest import ROOT
 
-import common
-from common import MLP, FirstLayer, PirateNet, eps_rank, grid, sfli
+from common import FirstLayer, grid, gram_spectrum, sfli
 from kernels import gaussian_gram as module
 from kernels.gaussian_gram import LAUNCH, gaussian_gram, reference
 
@@ -85,7 +84,8 @@ def test_memory_does_not_grow_with_the_points():
     code = (
         "import torch, sys; sys.path.insert(0, sys.argv[1]); from kernels.gaussian_gram import gaussian_gram\n"
         "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0]) / 1024\n"
-        "x, w, b = torch.rand(10**6, 2), torch.full((256, 2), 7.5), -7.5 * torch.rand(256, 2); gaussian_gram(x[:5000], w, b)\n"
+        "x, w, b = torch.rand(10**6, 2), torch.full((256, 2), 7.5), -7.5 * torch.rand(256, 2)\n"
+        "gaussian_gram(x[:5000], w, b)\n"
         "before = peak(); gaussian_gram(x, w, b); print(peak() - before)"
     )
     if not os.path.exists("/proc/self/status"):
@@ -242,51 +242,15 @@ def test_self_check_command():
     assert done.returncode == 0 and done.stdout.endswith("self-check passed\n"), done.stderr
 
 
-@pytest.mark.parametrize("Net", [MLP, PirateNet])
-def test_eps_rank_of_first_layers_goes_through_the_kernel(Net, monkeypatch):
-    """Both encoders in one batched call, with the ranks of the plain product."""
-    calls = []
-    monkeypatch.setattr(module, "gaussian_gram", lambda *a: calls.append(a[1].shape) or gaussian_gram(*a))
-    omega, generator = [(-1, 1)] * 2, torch.Generator().manual_seed(0)
-    net = sfli(Net(2, 60, 2), omega, gamma=2.0, generator=generator)
-    x = grid(omega, 40)
-    want = [int((common.gram_spectrum(getattr(net, name)(x), 4.0) > 1e-6).sum()) for name in net.sfli_layers]
-    assert eps_rank(net, x, measure=4.0, layer="first") == want and calls == [(len(want), 60, 2)]
-    if Net is MLP:
-        assert eps_rank(net, x, measure=4.0, layer="all")[0] == want[0] and len(calls) == 2
-
-
-def test_without_the_folder(monkeypatch):
-    """common.py alone: the same ranks by plain products."""
-    omega, x = [(-1, 1)] * 2, grid([(-1, 1)] * 2, 40)
-    net = sfli(MLP(2, 60, 2), omega, gamma=2.0, generator=torch.Generator().manual_seed(0))
-    want = eps_rank(net, x, layer="first")
-    monkeypatch.setitem(sys.modules, "kernels.gaussian_gram", None)
-    assert eps_rank(net, x, layer="first") == want
-
-
-def test_gamma_auto(tmp_path, capsys):
+def test_gamma_auto(tmp_path, capsys, monkeypatch):
     """One table of 16 candidates, the stated criterion, the layer that is then trained."""
     import exp_function_fit
 
-    exp_function_fit.main(
-        [
-            "--sfli",
-            "--gamma",
-            "auto",
-            "--width",
-            "50",
-            "--steps",
-            "2",
-            "--lr",
-            "1e-30",
-            "--no-plot",
-            "--out",
-            str(tmp_path),
-            "--seed",
-            "3",
-        ]
-    )
+    calls = []
+    monkeypatch.setattr(module, "gaussian_gram", lambda *a: calls.append(a[1].shape) or gaussian_gram(*a))
+    line = f"--sfli --gamma auto --width 50 --steps 2 --lr 1e-30 --no-plot --seed 3 --out {tmp_path}"
+    exp_function_fit.main(line.split())
+    assert calls == [(16, 50, 2)]  # all candidates in one call of the kernel
     rows = re.findall(
         r"^ *([\d.]+) +([\d.]+) +(\d+) +(\d+) +(\d+) +(\d+)( +<- chosen)?$", capsys.readouterr().out, re.M
     )
@@ -300,7 +264,7 @@ def test_gamma_auto(tmp_path, capsys):
     assert json.loads((folder / "result.json").read_text())["gamma"] == gamma
     parameters = torch.load(folder / "checkpoint.pt", weights_only=True)["params"]
     trained = FirstLayer("gauss", parameters["first.weight"], parameters["first.bias"])
-    spectrum = common.gram_spectrum(trained(grid([(-1, 1)] * 2, 50)), 4.0)
+    spectrum = gram_spectrum(trained(grid([(-1, 1)] * 2, 50)), 4.0)
     assert int((spectrum > 1e-6).sum()) == int(chosen[3])
 
 

@@ -6,21 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from common import (
-    MLP,
-    Dense,
-    FourierFeatures,
-    ModifiedMLP,
-    Periodic,
-    PirateNet,
-    ResNet,
-    eps_rank,
-    features,
-    gram_spectrum,
-    grid,
-    sfli,
-    uniform,
-)
+from cli import FourierFeatures
+from common import (MLP, Dense, ModifiedMLP, Periodic, PirateNet, ResNet, eps_rank, gram_spectrum, grid,
+                    hidden_features, sfli, uniform)  # fmt: skip
 
 NETS = [MLP, ResNet, ModifiedMLP, PirateNet]
 
@@ -42,7 +30,7 @@ def test_formulas(Net, rwf, float64):
     else:
         U, V = tanh(dense(net.U[0], x)), tanh(dense(net.V[0], x))
         gate = lambda z: z * U + (1 - z) * V
-        y = [gate(tanh(dense(net.first.dense, x)))]
+        y = [gate(tanh(dense(net.gate.dense, x)))]
         for block in net.blocks:
             if Net is ModifiedMLP:
                 y.append(gate(tanh(dense(block.dense, y[-1]))))
@@ -139,12 +127,12 @@ def test_float32_features_do_not_invent_rank():
 def test_sequential_features():
     net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1))
     x = torch.rand(10, 2)
-    assert [tuple(h.shape) for h in features(net, x)] == [(10, 5), (10, 7)]
-    assert torch.equal(features(net, x)[1], net[:4](x))
+    assert [tuple(h.shape) for h in hidden_features(net, x)] == [(10, 5), (10, 7)]
+    assert torch.equal(hidden_features(net, x)[1], net[:4](x))
     with_sfli = sfli(net, [(0, 1)] * 2)
-    assert torch.equal(features(with_sfli, x)[0], with_sfli[0](x)) and len(features(with_sfli, x)) == 2
+    assert torch.equal(hidden_features(with_sfli, x)[0], with_sfli[0](x)) and len(hidden_features(with_sfli, x)) == 2
     with pytest.raises(ValueError, match="hidden"):
-        features(nn.Linear(2, 2), x)
+        hidden_features(nn.Linear(2, 2), x)
 
 
 def test_initial_rank_of_example_1():
