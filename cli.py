@@ -218,7 +218,7 @@ def prepare_process(args):
     with contextlib.suppress(AttributeError):
         sys.stdout.reconfigure(errors="replace")  # consoles that cannot print the arrow in the last line
 
-# torchrun -------------------------------------------------------------------------------------------------------------
+# torchrun ------------------------------------------------------------------------------------------------------------
 
 def world():
     """Number of this process and of all: (0, 1) but under torchrun."""
@@ -260,7 +260,7 @@ def join_world(args):
     if world()[0] > 0:
         args.no_plot, sys.stdout = True, open(os.devnull, "w")
 
-# Networks and gamma ----------------------------------------------------------------------------------------------------
+# Networks and gamma ---------------------------------------------------------------------------------------------------
 
 ARCHITECTURES = {"mlp": MLP, "modified": ModifiedMLP, "pirate": PirateNet}
 
@@ -571,7 +571,7 @@ def plot_history(folder):
             save_figure(fig, Path(folder) / "fig_history.png")
 
 def plot_dimensions(rows, path):
-    """Error against d from the rows of write_table(): mean and range over the seeds, crosses for the paper's numbers."""
+    """Error against d from the rows of write_table(): mean and range over the seeds, crosses for the paper's."""
     fig, axes = figure(1, 1, size=(5.2, 3.6))
     ax, dims = axes[0, 0], [row["d"] for row in rows]
     keys = [key for key, cell in rows[0].items() if isinstance(cell, tuple)]

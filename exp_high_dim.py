@@ -119,8 +119,9 @@ def search(args, grid):
         errors[C].append(error)
     means = {C: sum(e) / len(e) for C, e in errors.items()}
     best = min(means, key=means.get)
-    print(f"d = {args.d}, validation error in the last tenth of {args.search_steps} steps, mean over {len(seeds)} seeds: "
-          + ", ".join(f"C={C:g} {e:.2e}" for C, e in means.items()) + f"; taken C* = {best:g}", flush=True)
+    print(f"d = {args.d}, validation error in the last tenth of {args.search_steps} steps, "
+          f"mean over {len(seeds)} seeds: " + ", ".join(f"C={C:g} {e:.2e}" for C, e in means.items())
+          + f"; taken C* = {best:g}", flush=True)
     return best
 
 

@@ -186,9 +186,9 @@ def ansatz(net, hard_ic, scale):
 
 def residuals(formulation, hard_ic, rate=1.0):
     """residuals(net, batch) on points (t, x, y). With --hard-ic the batch holds the initial fields and their
-    derivatives, as derivatives_on_grid() names them, and t is time * rate. Numbers of the window, in the batch too so that all
-    windows share one compiled step: scale_k of field k in the ansatz, and size_w, size_1, in which the residuals of
-    w_t and of first derivatives are measured."""
+    derivatives, as derivatives_on_grid() names them, and t is time * rate. Numbers of the window, in the batch too so
+    that all windows share one compiled step: scale_k of field k in the ansatz, and size_w, size_1, in which the
+    residuals of w_t and of first derivatives are measured."""
     scales = lambda batch: torch.stack([batch["scale_0"], batch["scale_1"]])
     third = f"{rate!r}*tx-{NU}*xxx-{NU}*xyy {rate!r}*ty-{NU}*xxy-{NU}*yyy"  # of v and u: w_t - nu Delta w
 
