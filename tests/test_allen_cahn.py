@@ -1,4 +1,4 @@
-"""Example 4: the reference against another integrator, the residual on a known function, the draws, SIGKILL."""
+"""Example 4.4: the reference against another integrator, the residual on a known function, the draws, SIGKILL."""
 
 import math
 import shutil
@@ -87,9 +87,10 @@ def test_paper_preset_is_the_table():
     want = dict(steps=300_000, batch=8192, arch="pirate", layers=3, width=256, lr=1e-3, warmup=5000, decay=0.9,
                 decay_every=5000, optimizer="adam")  # fmt: skip
     assert want.items() <= PAPER.items() and GAMMA["gauss"] == math.sqrt(10) and exp_allen_cahn.CHUNKS == 32
-    args = exp_allen_cahn.parse_args("", exp_allen_cahn.PRESETS, ["--preset", "laptop"], exp_allen_cahn.flags)
+    named = "allen_cahn", "", exp_allen_cahn.PRESETS
+    args = exp_allen_cahn.parse_args(*named, ["--preset", "laptop"], exp_allen_cahn.flags)
     assert args.optimizer == "ng" and args.arch == "mlp"
-    args = exp_allen_cahn.parse_args("", exp_allen_cahn.PRESETS, ["--preset", "laptop", "--all"], exp_allen_cahn.flags)
+    args = exp_allen_cahn.parse_args(*named, ["--preset", "laptop", "--all"], exp_allen_cahn.flags)
     assert args.optimizer == "adam" and args.arch == "pirate"
 
 
@@ -114,13 +115,6 @@ def kept(tmp_path_factory):
     return folder
 
 
-RUN = """
-import sys, common, exp_allen_cahn
-common.CHECKPOINT_SECONDS = 0.0
-exp_allen_cahn.main(sys.argv[1:])
-"""
-
-
 @pytest.mark.usefixtures("side_by_side")
 @pytest.mark.parametrize(
     "flags", ["--dtype float32", "--dtype float64", "--dtype float64 --optimizer ng"], ids=["float32", "float64", "ng"]
@@ -130,9 +124,9 @@ def test_sigkill_and_resume(flags, kept, tmp_path):
     steps = 60
     for run in ("whole", "killed"):
         shutil.copytree(kept, tmp_path / run / "allen_cahn")
-    arguments = f"--sfli --at --preset smoke --no-plot --steps {steps} {flags} --out".split()
+    arguments = f"--sfli --at --preset smoke --no-plot --save-seconds 1e-9 --steps {steps} {flags} --out".split()
     start = lambda out, *more: subprocess.Popen(
-        [sys.executable, "-c", RUN, *arguments, str(out), *more], cwd=ROOT, stdout=subprocess.DEVNULL)  # fmt: skip
+        [sys.executable, "exp_allen_cahn.py", *arguments, str(out), *more], cwd=ROOT, stdout=subprocess.DEVNULL)  # fmt: skip
     whole, process = (start(tmp_path / run) for run in ("whole", "killed"))  # side by side
     path = tmp_path / "killed/allen_cahn/at-sfli-gauss/history.csv"
     until = time.monotonic() + 200

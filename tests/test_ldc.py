@@ -1,4 +1,4 @@
-"""Example 5: the reference against published tables, residuals on an exact flow, walls, curriculum, the script."""
+"""Example 4.5: the reference against published tables, residuals on an exact flow, walls, curriculum, the script."""
 
 import csv
 import io
@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-import common
 import exp_ldc
-from common import MLP, train
+from common import MLP, Problem, train
 from exp_ldc import corners, draw, flow, interpolation, chebyshev, lid_speed, reference, residuals, steady, viscosity
 
 # Ghia, Ghia & Shin 1982, Tables I and II: y, u(0.5, y) and x, v(x, 0.5) at Re = 100, 400, 1000, 3200. Two entries are
@@ -156,7 +155,7 @@ def test_draws(float64):
 
 
 def arguments(line, tmp_path):
-    return exp_ldc.parse_args("", exp_ldc.PRESETS, f"{line} --out {tmp_path}".split(), exp_ldc.flags)
+    return exp_ldc.parse_args("ldc", "", exp_ldc.PRESETS, f"{line} --out {tmp_path}".split(), exp_ldc.flags)
 
 
 def test_paper_preset_is_the_table(tmp_path):
@@ -178,7 +177,7 @@ def test_pseudo_time_keeps_the_loss_and_turns_its_gradient(float64):
     torch.manual_seed(0)
     net, x = MLP(1, 4, 2), torch.rand(9, 1)
     raw = lambda net, batch: {"r": (net(batch["x"])[:, 0] ** 2, net(batch["x"])[:, 0])}
-    stepped = common._stepped(raw)
+    stepped = Problem([net], raw).stepped
     gradient = lambda value: torch.cat([g.flatten() for g in torch.autograd.grad(value.sum(), list(net.parameters()))])
     with_lam = stepped(net, {"x": x, "lam_r": torch.tensor(3.0)})["r"]
     plain = stepped(net, {"x": x})["r"]
@@ -207,9 +206,9 @@ class Stop(Exception):
 def test_resume_through_the_curriculum(at, tmp_path, monkeypatch):
     """Stopped in one Reynolds number and continued into the next: the history of the undisturbed run. --Re 1000 has
     the stages 100 (0.3 of 20 steps), 400 and 1000; lam of pseudo-time is part of the checkpoint."""
-    line = ["--sfli", "--preset", "smoke", "--Re", "1000", "--no-plot", "--dtype", "float64", "--out"]
+    line = ["--sfli", "--preset", "smoke", "--Re", "1000", "--no-plot", "--dtype", "float64", "--save-seconds", "1e-9",
+            "--out"]
     exp_ldc.main([*line, str(tmp_path / "a")])
-    monkeypatch.setattr(common, "CHECKPOINT_SECONDS", 0.0)
     calls, plain = [], exp_ldc.draw
 
     def stopping(*args):

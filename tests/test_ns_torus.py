@@ -1,4 +1,4 @@
-"""Example 6: the spectral reference, residuals on exact decaying flow, hand-over between windows, the script."""
+"""Example 4.6: the spectral reference, residuals on exact decaying flow, hand-over between windows, the script."""
 
 import csv
 import json
@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-import common
 import exp_ns_torus
 from exp_ns_torus import NU, K, M, draw, hand_over, initial_vorticity, modes, on_grid, predict, reference, residuals
-from exp_ns_torus import solve, stream, table, velocity
+from exp_ns_torus import derivatives_on_grid, solve, stream, velocity
 
 
 def taylor_green(k=2):
@@ -68,7 +67,7 @@ def test_table_of_a_series_and_its_derivatives(float64):
     modes, 1e-17 each, is multiplied by up to 32^3."""
     x = 2 * np.pi * np.arange(80) / 80
     C = np.stack([modes(np.outer(np.cos(2 * x), np.sin(3 * x))), modes(np.outer(np.sin(x), np.ones(80)))])
-    d = table(C, 3)
+    d = derivatives_on_grid(C, 3)
     z = d.pop("x")
     cos, sin = (lambda a, t: torch.cos(t + a * math.pi / 2)), (lambda b, t: torch.sin(t + b * math.pi / 2))
     for key, got in d.items():
@@ -104,7 +103,7 @@ def test_residuals_on_taylor_green(formulation, hard_ic, float64):
     args = type("args", (), dict(batch=64, initial=32, hard_ic=hard_ic, formulation=formulation))
     scale = torch.tensor([2.0, 3.0])
     C = (stream if formulation == "psi" else velocity)(taylor_green())
-    known = table(C if formulation == "psi" or not hard_ic else C[:2], 3)
+    known = derivatives_on_grid(C if formulation == "psi" or not hard_ic else C[:2], 3)
     batch = draw(torch.Generator().manual_seed(0), args, [(0.1, 1.0)] + [(0.0, 2 * math.pi)] * 2, known)
     assert hard_ic or (batch["x"][:, 0].diff() >= 0).all()
     numbers = lambda *values: dict(zip(("scale_0", "scale_1", "size_w", "size_1"), torch.tensor(values)))
@@ -132,7 +131,7 @@ def test_hand_over(formulation, float64):
             return change(z, formulation)
 
     C = (stream if formulation == "psi" else velocity)(taylor_green())
-    after = table(hand_over(predict(Net(1, 1), args, C, torch.ones(2), 1.0, 96).numpy(), formulation), 0)
+    after = derivatives_on_grid(hand_over(predict(Net(1, 1), args, C, torch.ones(2), 1.0, 96).numpy(), formulation), 0)
     z = torch.nn.functional.pad(after["x"], (1, 0), value=LENGTH)
     want = exact(z, "psi" if formulation == "psi" else "uvw")
     assert torch.allclose(after["00"], want, atol=1e-12)
@@ -178,9 +177,8 @@ def test_script_all(tmp_path, capsys):
 @pytest.mark.parametrize("at", [4, 9])
 def test_resume_inside_any_window(at, options, tmp_path, monkeypatch):
     """Stopped in the first or the second window (5 draws each) and continued: the errors of the undisturbed run."""
-    line = [*SMOKE, *options, "--no-plot", "--dtype", "float64", "--out"]
+    line = [*SMOKE, *options, "--no-plot", "--dtype", "float64", "--save-seconds", "1e-9", "--out"]
     exp_ns_torus.main([*line, str(tmp_path / "a")])
-    monkeypatch.setattr(common, "CHECKPOINT_SECONDS", 0.0)
     calls, plain = [], exp_ns_torus.draw
 
     class Stop(Exception):
@@ -230,7 +228,7 @@ def test_bad_initial_files(tmp_path, capsys):
 
 
 def test_paper_preset_is_the_table(tmp_path):
-    args = exp_ns_torus.parse_args("", exp_ns_torus.PRESETS, ["--preset", "paper"], exp_ns_torus.flags)
+    args = exp_ns_torus.parse_args("ns_torus", "", exp_ns_torus.PRESETS, ["--preset", "paper"], exp_ns_torus.flags)
     want = dict(steps=100_000, batch=4096, windows=5, arch="modified", layers=4, width=256, lr=1e-3, warmup=0)
     want |= dict(decay=0.9, decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False)
     assert {k: getattr(args, k) for k in want} == want
