@@ -143,3 +143,28 @@ def test_sigkill_and_resume(flags, kept, tmp_path):
     assert all(torch.equal(a["params"][k], b["params"][k]) for k in a["params"])
     strip = lambda rows: [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
     assert strip(a["history"]) == strip(b["history"]) and len(a["history"]) == steps + 1
+
+
+BAD = [
+    ("--fourier 0", "--fourier"),
+    ("--fourier 2 --sfli", "--fourier"),
+    ("--fourier 2 --all", "--fourier"),
+    ("--fourier 2 --width 15", "--width"),
+    ("--all --at", "--at"),
+    ("--at --batch 65", "--batch"),
+    ("--all --batch 65", "--batch"),
+    ("--arch cnn", "--arch"),
+    ("--layers 0", "--layers"),
+    ("--initial 0", "--initial"),
+    ("--near 65", "--near"),
+    ("--near -1", "--near"),
+    ("--ic-weight 0", "--ic-weight"),
+]
+
+
+@pytest.mark.parametrize("flags,named", BAD)
+def test_bad_input(flags, named, tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        exp_allen_cahn.main([*flags.split(), "--preset", "smoke", "--out", str(tmp_path / "out")])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1 and named in err and not (tmp_path / "out").exists()

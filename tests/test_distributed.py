@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from conftest import ROOT
 
@@ -13,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("side_by_side")
 DRIVER = """
 import sys, torch
 sys.path.insert(0, {root!r})
-import common
-from common import MLP, jet, train, uniform, world
+from cli import Together, world
+from common import MLP, Save, jet, train, uniform
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
 if len(sys.argv) > 2:
@@ -32,10 +33,41 @@ def residuals(net, b):
     u, heat = jet(net, b["x"], "t x", "t-0.1*xx")
     return {{"res": (heat[:, 0] + u[:, 0] ** 3, u[:, 0]), "fit": u[:, 0] - b["x"][:, 1]}}
 train(net, sample, residuals, 60, weighting={weighting!r}, causal=dict(terms=["res"], tol=1.0, chunks=4), lr=1e-2,
-      pseudo_time=True, folder=sys.argv[1],
+      pseudo_time=True, save=Save(sys.argv[1]), **(dict(processes=Together()) if ranks > 1 else {{}}),
       evaluate=lambda net: {{"norm": sum(p.norm().item() for p in net.parameters())}})
 if ranks > 1:
-    common.leave_world()
+    torch.distributed.destroy_process_group()
+"""
+
+RESUME = """
+import contextlib, sys, torch
+sys.path.insert(0, {root!r})
+from cli import Together, world
+from common import MLP, Save, Schedule, Stopped, jet, train, uniform
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+rank = world()[0]
+def sample(generator):
+    x = uniform([(0, 1), (-1, 1)], 16, generator)
+    return {{"x": x[x[:, 0].argsort()]}}
+def residuals(net, b):
+    u, heat = jet(net, b["x"], "t x", "t-0.1*xx")
+    return {{"res": (heat[:, 0] + u[:, 0] ** 3, u[:, 0]), "fit": u[:, 0] - b["x"][:, 1]}}
+def run(folder, resume=False, stop=None):
+    torch.manual_seed(0)
+    net = MLP(2, 8, 2)
+    train(net, sample, residuals, 60, lr=Schedule(1e-2, 5, 0.9, 10), optimizer="soap", weighting="ntk", pseudo_time=True,
+          causal=dict(terms=["res"], tol=1.0, chunks=4), save=Save(folder, resume=resume), stop=stop,
+          processes=Together(), evaluate=lambda net: {{"norm": sum(p.norm().item() for p in net.parameters())}})
+    torch.save(net.state_dict(), f"{{folder}}/params{{rank}}.pt")
+folder, asked = sys.argv[1], []
+if "--resume" in sys.argv:
+    run(folder + "/cut", resume=True)
+else:
+    run(folder + "/whole")
+    with contextlib.suppress(Stopped):  # rank 1 is asked to stop after step 23, both do with the next tenth
+        run(folder + "/cut", stop=lambda: asked.append(1) or rank == 1 and len(asked) > 23)
+torch.distributed.destroy_process_group()
 """
 
 
@@ -64,6 +96,25 @@ def test_two_processes_are_one_with_their_joint_batch(weighting, tmp_path):
         for key in set(a) - {"causal_last"}:  # of the last point: one process has it
             assert a[key] == pytest.approx(b[key], rel=1e-9), (a["step"], key)
     assert one[-1]["loss_fit"] < one[0]["loss_fit"]
+
+
+def test_two_processes_resume_bit_for_bit(tmp_path):
+    """Stopped in the middle and started anew: history and parameters of both processes are those of the undisturbed
+    run, with SOAP, NTK weights, causal weights and pseudo-time, each of which has a state or draws of its own."""
+    pytest.importorskip("pytorch_optimizer")
+    driver = tmp_path / "driver.py"
+    driver.write_text(RESUME.format(root=str(ROOT)))
+    done = torchrun(driver, tmp_path)
+    assert done.returncode == 0, done.stderr
+    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    assert torch.load(cut / "checkpoint.pt", weights_only=True)["step"] == 30 and len(rows(cut)) == 30
+    done = torchrun(driver, tmp_path, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert rows(cut) == rows(whole) and len(rows(cut)) == 61
+    want = torch.load(whole / "params0.pt", weights_only=True)
+    for folder, rank in ((whole, 1), (cut, 0), (cut, 1)):
+        got = torch.load(folder / f"params{rank}.pt", weights_only=True)
+        assert all(torch.equal(got[k], want[k]) for k in want)
 
 
 @pytest.mark.parametrize("script, config", [("allen_cahn", "at-sfli-gauss"), ("ldc", "re100-sfli-gauss"),

@@ -1,4 +1,4 @@
-"""The scripts as a user runs them: smoke runs, files, resume, bad input; common.py copied alone."""
+"""The scripts as a user runs them: smoke runs, files, resume; common.py copied alone."""
 
 import csv
 import importlib.metadata
@@ -16,18 +16,9 @@ import torch
 
 from conftest import ROOT
 
-import common
-import exp_allen_cahn
 import exp_function_fit
-import exp_ldc
 import exp_spectral_bias
 
-SCRIPTS = {
-    "function_fit": exp_function_fit,
-    "spectral_bias": exp_spectral_bias,
-    "allen_cahn": exp_allen_cahn,
-    "ldc": exp_ldc,
-}
 KINDS = ["baseline", "sfli-gauss", "sfli-tanh", "sfli-cos", "sfli-hat"]
 CONFIGS = {
     "function_fit": KINDS,
@@ -35,31 +26,6 @@ CONFIGS = {
     "allen_cahn": ["baseline", "sfli-gauss", "at", "at-sfli-gauss"],
     "ldc": ["re100-baseline", "re100-sfli-gauss"],
 }
-SHARED = [
-    "--sfli",
-    "--all",
-    "--preset",
-    "--steps",
-    "--batch",
-    "--width",
-    "--lr",
-    "--optimizer",
-    "--damping",
-    "--momentum",
-    "--seed",
-    "--seeds",
-    "--gamma",
-    "--C",
-    "--eps",
-    "--device",
-    "--dtype",
-    "--compile",
-    "--out",
-    "--resume",
-    "--no-plot",
-]
-
-
 def command(*argv, cwd, **options):
     return subprocess.run(
         [sys.executable, *map(str, argv)], cwd=cwd, capture_output=True, text=True, timeout=300, **options
@@ -71,7 +37,7 @@ def png(path):
 
 
 @pytest.mark.usefixtures("side_by_side")
-@pytest.mark.parametrize("experiment", SCRIPTS)
+@pytest.mark.parametrize("experiment", CONFIGS)
 def test_all_from_another_folder(experiment, tmp_path):
     """The real command in a fresh process and folder: every configuration, every file, the figure, the last line."""
     done = command(ROOT / f"exp_{experiment}.py", "--all", "--preset", "smoke", cwd=tmp_path)
@@ -85,32 +51,10 @@ def test_all_from_another_folder(experiment, tmp_path):
         own = {"allen_cahn": ["fig_ac.png"], "ldc": ["fig_ldc.png"]}.get(experiment, [])
         assert sorted(p.name for p in folder.iterdir()) == sorted(files + own)
         result = json.loads((folder / "result.json").read_text())
-        assert {
-            "experiment",
-            "config",
-            "preset",
-            "seeds",
-            "steps",
-            "rel_l2",
-            "rel_l2_mean",
-            "eps",
-            "eps_rank_initial",
-            "eps_rank_final",
-            "width",
-            "seconds",
-            "steps_per_second",
-            "device",
-            "dtype",
-            "torch",
-            "commit",
-            "argv",
-            "paper",
-        } <= set(result)
-        assert (
-            result["preset"] == "smoke"
-            and result["argv"] == ["--all", "--preset", "smoke"]
-            and len(result["rel_l2"]) == 1
-        )
+        keys = """experiment config preset seeds steps rel_l2 rel_l2_mean eps eps_rank_initial eps_rank_final width
+            seconds steps_per_second device dtype torch commit argv paper"""
+        assert set(keys.split()) <= set(result) and len(result["rel_l2"]) == 1
+        assert result["preset"] == "smoke" and result["argv"] == ["--all", "--preset", "smoke"]
         rows = list(csv.DictReader((folder / "history.csv").open()))
         assert [int(row["step"]) for row in rows] == list(range(21))
         assert (
@@ -154,7 +98,7 @@ def test_flags_reach_the_run(tmp_path, capsys):
     assert state.shape == (3, 16, 1) and state.dtype == torch.float64
     assert torch.allclose(
         state.abs(), torch.tensor(1.5 * 15 / 2, dtype=torch.float64), atol=0.2
-    )  # eq. (choice), 12 steps on
+    )  # Eq. (3.3), 12 steps on
 
 
 def test_resume_of_all(tmp_path, capsys):
@@ -181,86 +125,6 @@ def test_sfli_changes_only_the_first_layer(tmp_path, capsys):
     assert len(rest) == 6 and all((base[k] - new[k]).abs().max() < 1e-20 for k in rest)
 
 
-BAD = [
-    ("--sfli relu", "--sfli"),
-    ("--steps 0", "--steps"),
-    ("--steps -3", "--steps"),
-    ("--steps ten", "--steps"),
-    ("--batch 0", "--batch"),
-    ("--width 0", "--width"),
-    ("--lr 0", "--lr"),
-    ("--lr nan", "--lr"),
-    ("--lr inf", "--lr"),
-    ("--gamma -1 --sfli", "--gamma"),
-    ("--C 0 --sfli", "--C"),
-    ("--gamma 1 --C 1 --sfli", "--C"),
-    ("--gamma 3", "--sfli"),
-    ("--eps 0", "--eps"),
-    ("--seed -1", "--seed"),
-    ("--seed 99999999999999999999", "--seed"),
-    ("--seeds 0", "--seeds"),
-    ("--preset huge", "--preset"),
-    ("--optimizer sgd", "--optimizer"),
-    ("--dtype float16", "--dtype"),
-    ("--compile maybe", "--compile"),
-    ("--device tpu", "--device"),
-    ("--device cuda:99", "--device"),
-    ("--all --sfli", "--sfli"),
-    ("--frobnicate", "--frobnicate"),
-    ("stray", "stray"),
-    ("--ste 5", "--ste"),
-    ("--resume", "--resume"),
-    ("--all --resume", "--resume"),
-    ("--optimizer soap --seeds 2", "--seeds"),
-    ("--optimizer ng --seeds 2", "--seeds"),
-    ("--optimizer ng --damping 0", "--damping"),
-    ("--optimizer ng --damping -1e-6", "--damping"),
-    ("--optimizer ng --momentum 1", "--momentum"),
-    ("--optimizer ng --dtype float32", "--dtype"),
-    ("--optimizer ng --compile on", "--compile"),
-    ("--damping 1e-6", "--optimizer ng"),
-    ("--momentum 0.5 --optimizer soap", "--optimizer ng"),
-    ("--sfli --width 1 --C 1", "gamma"),
-]
-
-
-@pytest.mark.parametrize("experiment", SCRIPTS)
-@pytest.mark.parametrize("flags,named", BAD)
-def test_bad_input(experiment, flags, named, tmp_path, capsys):
-    """One line that names the flag, status 2, no files."""
-    with pytest.raises(SystemExit) as e:
-        SCRIPTS[experiment].main(
-            [*flags.split(), *([] if "--preset" in flags else ["--preset", "smoke"]), "--out", str(tmp_path / "out")]
-        )
-    captured = capsys.readouterr()
-    assert (
-        e.value.code == 2 and captured.err.count("\n") == 1 and named in captured.err and "RESULT" not in captured.out
-    )
-    assert not (tmp_path / "out").exists()
-
-
-BAD_ALLEN_CAHN = [
-    ("--fourier 0", "--fourier"),
-    ("--fourier 2 --sfli", "--fourier"),
-    ("--fourier 2 --all", "--fourier"),
-    ("--fourier 2 --width 15", "--width"),
-    ("--all --at", "--at"),
-    ("--at --batch 65", "--batch"),
-    ("--all --batch 65", "--batch"),
-    ("--arch cnn", "--arch"),
-    ("--layers 0", "--layers"),
-    ("--initial 0", "--initial"),
-    ("--near 65", "--near"),
-    ("--near -1", "--near"),
-    ("--ic-weight 0", "--ic-weight"),
-]
-
-
-@pytest.mark.parametrize("flags,named", BAD_ALLEN_CAHN)
-def test_bad_input_of_allen_cahn(flags, named, tmp_path, capsys):
-    test_bad_input("allen_cahn", flags, named, tmp_path, capsys)
-
-
 def test_natural_gradient_in_a_script(tmp_path, capsys):
     """The flags reach it, what it does is in the history, and a J that does not fit leaves earlier results alone."""
     run = lambda *flags: exp_spectral_bias.main(
@@ -279,23 +143,6 @@ def test_natural_gradient_in_a_script(tmp_path, capsys):
     err = capsys.readouterr().err
     assert e.value.code == 2 and "--batch: J has 2000000 rows x 901 parameters" in err and err.count("\n") == 1
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_no_cuda(tmp_path, capsys):
-    with pytest.raises(SystemExit) as e:
-        exp_function_fit.main(["--device", "cuda", "--out", str(tmp_path / "out")])
-    assert e.value.code == 2 and "--device cpu" in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_unwritable_out(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file", "/proc/nowhere"):
-        for flags in (["--preset", "smoke"], ["--figure", "basis"]):
-            with pytest.raises(SystemExit) as e:
-                exp_function_fit.main([*flags, "--out", str(out)])
-            err = capsys.readouterr().err
-            assert e.value.code == 2 and "--out" in err and err.count("\n") == 1
 
 
 def test_resume_of_another_configuration(tmp_path, capsys):
@@ -318,36 +165,6 @@ def test_divergence_stops_the_script(tmp_path, capsys):
     assert e.value.code == 1 and "not finite at step" in err and "--lr" in err and err.count("\n") == 1
     left = sorted(p.name for p in (tmp_path / "function_fit/baseline").iterdir())
     assert left == ["config.json", "fig_history.png", "history.csv"]
-
-
-def test_soap_without_its_package(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(SystemExit) as e:
-        exp_function_fit.main(["--optimizer", "soap", "--preset", "smoke", "--out", str(tmp_path / "out")])
-    err = capsys.readouterr().err
-    assert e.value.code == 2 and "pip install pytorch-optimizer" in err and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("experiment", SCRIPTS)
-def test_help_names_every_flag(experiment, capsys):
-    with pytest.raises(SystemExit) as e:
-        SCRIPTS[experiment].main(["--help"])
-    text = capsys.readouterr().out
-    assert e.value.code == 0 and all(flag in text for flag in SHARED) and "Example" in text
-
-
-@pytest.mark.parametrize("compiler,steps,want", [("g++", 2000, "on"), ("g++", 1999, "off"), (None, 2000, "off")])
-def test_compile_auto(compiler, steps, want, monkeypatch):
-    """Only for long runs, and only where a compiler and the Python headers are found."""
-    monkeypatch.setattr(common.shutil, "which", lambda name: compiler)
-    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-    args = common.parse_args("", exp_function_fit.PRESETS, ["--preset", "paper", "--steps", str(steps)])
-    assert args.compile == (want if headers else "off")
-
-
-def test_auto_preset_says_so(tmp_path, capsys):
-    exp_function_fit.main(["--steps", "2", "--no-plot", "--device", "cpu", "--out", str(tmp_path)])
-    assert capsys.readouterr().out.startswith("preset laptop (device cpu")
 
 
 def test_spectrum_is_the_papers(float64):
@@ -389,47 +206,71 @@ def closure(*roots):
     return found
 
 
-@pytest.mark.usefixtures("side_by_side")
-def test_common_alone_with_torch_and_numpy_only(tmp_path):
-    """common.py in an empty folder, in an environment that holds torch, numpy and what they require, nothing else."""
-    site, project = tmp_path / "site", tmp_path / "project"
-    site.mkdir(), project.mkdir()
-    packages = closure("torch", "numpy")
-    assert not {"scipy", "matplotlib", "tqdm", "pytorch-optimizer"} & set(packages)
-    for dist in packages.values():
-        for name in {Path(f).parts[0] for f in dist.files if Path(f).parts[0] not in ("..", "__pycache__")}:
-            if not (site / name).exists():
-                os.symlink(dist.locate_file(name), site / name)
-    shutil.copy(ROOT / "common.py", project)
-    (project / "mine.py").write_text("""
+ALONE = """
 import importlib.util
 import torch
 from torch import nn
-from common import eps_rank, grid, sfli, train, uniform
+from common import eps_rank, grid, jet, sfli, train, uniform
 
-assert not any(importlib.util.find_spec(p) for p in ("scipy", "matplotlib", "tqdm", "pytorch_optimizer", "kernels"))
+assert not any(importlib.util.find_spec(p) for p in ("scipy", "matplotlib", "pytorch_optimizer", "triton", "kernels"))
 omega = [(-1, 1), (-1, 1)]
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 low = eps_rank(net, grid(omega, 30), measure=4.0)
 net = sfli(net, omega)
 high = eps_rank(net, grid(omega, 30), measure=4.0)
+x = uniform(omega, 5).requires_grad_()
+u, u_xy = jet(net, x.detach(), "x y", "xy")
+g = torch.autograd.grad(net(x).sum(), x, create_graph=True)[0]
+assert torch.allclose(u_xy[:, 0], torch.autograd.grad(g[:, 0].sum(), x)[0][:, 1], atol=1e-4)
 f = lambda x: torch.cos(5 * x[:, 0]) * torch.cos(5 * x[:, 1])
 sample = lambda generator: {"x": uniform(omega, 200, generator)}
 residuals = lambda net, batch: {"fit": net(batch["x"])[:, 0] - f(batch["x"])}
 history = train(net, sample, residuals, 400)
 assert history[-1]["loss"] < 0.05 * history[0]["loss"], history[-1]
+try:
+    train(net, sample, residuals, 1, optimizer="ng")
+except ValueError as e:
+    assert "kernels/natural_gradient.py" in str(e), e
+else:
+    raise AssertionError("no natural gradient without kernels/")
 print("rank", low, high)
-""")
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site)}
+"""
+WITH_KERNELS = """
+import torch
+from common import MLP, train, uniform
+torch.manual_seed(0)
+net = MLP(1, 10, 2).double()
+sample = lambda generator: {"x": uniform([(-1, 1)], 50, generator, torch.float64)}
+history = train(net, sample, lambda net, b: {"fit": net(b["x"])[:, 0] - b["x"][:, 0] ** 2}, 20, optimizer="ng", lr=1.0)
+assert history[-1]["loss"] < 1e-6, history[-1]
+"""
+
+
+@pytest.mark.usefixtures("side_by_side")
+def test_common_alone_with_torch_only(tmp_path):
+    """common.py in an empty folder, in an environment that holds torch and what it requires, nothing else: SFLI, rank,
+    derivatives, training. With kernels/natural_gradient.py beside it: natural gradient."""
+    site, project = tmp_path / "site", tmp_path / "project"
+    site.mkdir(), project.mkdir()
+    packages = closure("torch")
+    packages.pop("triton", None)  # which torch asks for only where there is CUDA
+    assert not {"scipy", "matplotlib", "pytorch-optimizer", "numpy"} & set(packages)
+    for dist in packages.values():
+        for name in {Path(f).parts[0] for f in dist.files if Path(f).parts[0] not in ("..", "__pycache__")}:
+            if not (site / name).exists():
+                os.symlink(dist.locate_file(name), site / name)
+    shutil.copy(ROOT / "common.py", project)
+    (project / "mine.py").write_text(ALONE)
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
     done = command("-S", "mine.py", cwd=project, env=environment)
     assert done.returncode == 0, done.stderr
     low, high = map(int, done.stdout.split()[1:])
-    assert high > 2 * low
-    assert sorted(p.name for p in project.iterdir()) in (
-        ["common.py", "mine.py"],
-        ["__pycache__", "common.py", "mine.py"],
-    )
+    assert high > 2 * low and sorted(p.name for p in project.iterdir()) == ["common.py", "mine.py"]
+    shutil.copytree(ROOT / "kernels", project / "kernels", ignore=lambda *_: ["gaussian_gram.py", "cpu.py", "__pycache__"])
+    (project / "mine.py").write_text(WITH_KERNELS)
+    done = command("-S", "mine.py", cwd=project, env=environment)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("side_by_side")

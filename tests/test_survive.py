@@ -14,13 +14,15 @@ import torch
 
 from conftest import ROOT
 
+import cli
 import common
-from common import MLP, train, uniform
+from common import MLP, Save, train, uniform
 
 DRIVER = """
 import sys, time, torch
 sys.path.insert(0, {root!r})
-from common import MLP, reported, train, uniform
+from cli import reported
+from common import MLP, Save, Schedule, train, uniform
 torch.set_num_threads(1)
 torch.manual_seed(0)
 net, folder = MLP(1, 8, 2), sys.argv[1]
@@ -30,8 +32,8 @@ def sample(g):
 with reported(folder) as stop:
     print("go", flush=True)
     residuals = lambda net, b: {{"fit": net(b["x"])[:, 0] - b["x"][:, 0] ** 2}}
-    train(net, sample, residuals, 500, folder=folder, config={{"a": 1}}, resume="--resume" in sys.argv, save_steps=5,
-          stop=stop, decay=0.5, evaluate=lambda net: {{"e": 0.0}})
+    train(net, sample, residuals, 500, lr=Schedule(decay=0.5), stop=stop, evaluate=lambda net: {{"e": 0.0}},
+          save=Save(folder, {{"a": 1}}, "--resume" in sys.argv, steps=5))
 print("done", flush=True)
 """
 
@@ -68,7 +70,7 @@ def test_stopped_at_random_moments(number, tmp_path):
     for k in range(times):
         process = start(tmp_path, "cut", *argv)
         if not k:
-            while not common.has_checkpoint(tmp_path / "cut"):
+            while not cli.has_checkpoint(tmp_path / "cut"):
                 time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.2))
         process.send_signal(number)
@@ -110,14 +112,12 @@ def test_script_prints_the_command_that_continues(tmp_path):
     assert done.returncode == 0 and "RESULT function_fit sfli-gauss" in done.stdout
 
 
-def small(folder, **options):
+def small(folder, resume=False):
     torch.manual_seed(0)
     net = MLP(1, 4, 2)
-    options = dict(config={"a": 1}, save_steps=2) | options
-    history = train(net, lambda g: {"x": uniform([(-1, 1)], 8, g)},
-                    lambda net, b: {"fit": net(b["x"])[:, 0] - b["x"][:, 0]}, options.pop("steps", 10), folder=folder,
-                    **options)  # fmt: skip
-    return net, history
+    train(net, lambda g: {"x": uniform([(-1, 1)], 8, g)}, lambda net, b: {"fit": net(b["x"])[:, 0] - b["x"][:, 0]}, 10,
+          save=Save(folder, {"a": 1}, resume, steps=2))  # fmt: skip
+    return net
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
@@ -128,7 +128,7 @@ def test_killed_between_the_renames(links, tmp_path, monkeypatch):
     replace, link = os.replace, os.link
 
     def look(*args):
-        seen.append(common.load_checkpoint(path, None)["step"])
+        seen.append(common.load_checkpoint(Save(tmp_path))["step"])
         assert path.exists() or not links
         return args
 
@@ -155,7 +155,7 @@ class Hostile:
 def test_damaged_checkpoints(damage, tmp_path, capsys):
     """The previous checkpoint takes over and gives the same end; with both damaged the message names the first; code
     in a checkpoint is never run."""
-    whole, _ = small(tmp_path / "whole")
+    whole = small(tmp_path / "whole")
     folder = tmp_path / "run"
     small(folder)
     path, before = folder / "checkpoint.pt", folder / "checkpoint_previous.pt"
@@ -176,7 +176,7 @@ def test_damaged_checkpoints(damage, tmp_path, capsys):
 
     harm(path)
     capsys.readouterr()
-    net, _ = small(folder, resume=True)
+    net = small(folder, resume=True)
     assert "checkpoint.pt cannot be read" in capsys.readouterr().out
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), whole.parameters()))
     harm(path), harm(before)
@@ -188,9 +188,9 @@ def test_damaged_checkpoints(damage, tmp_path, capsys):
 @pytest.mark.usefixtures("side_by_side")
 def test_a_full_disk(tmp_path):
     """A limit on the size of files, met by the checkpoint after the disk was fine before: one line, status 2, and the
-    last checkpoint still loads."""
-    process = start(tmp_path, "run")
-    while not common.has_checkpoint(tmp_path / "run"):
+    last checkpoint is still there and whole; with room again the run ends as one that was never disturbed."""
+    whole, process = start(tmp_path, "whole"), start(tmp_path, "run")
+    while not cli.has_checkpoint(tmp_path / "run"):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
@@ -204,14 +204,15 @@ def test_a_full_disk(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--out: cannot write to" in done.stderr, (
         done.stderr
     )
-    assert same(state(tmp_path / "run"), before) or (tmp_path / "run/checkpoint_previous.pt").exists()
+    assert same(state(tmp_path / "run"), before)  # no checkpoint is below 3000 bytes: none was written since
     resumed = start(tmp_path, "run", "--resume")
-    assert resumed.communicate(timeout=120)[0] == "done\n"
+    assert resumed.communicate(timeout=120)[0] == "done\n" == whole.communicate(timeout=120)[0]
+    assert same(state(tmp_path / "run"), state(tmp_path / "whole"))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as e, common.reported(tmp_path / "file" / "run"):
+    with pytest.raises(SystemExit) as e, cli.reported(tmp_path / "file" / "run"):
         pass
     assert e.value.code == 2 and "--out: cannot write to" in capsys.readouterr().err
 
@@ -219,17 +220,17 @@ def test_a_folder_that_cannot_be_written(tmp_path, capsys):
 def test_two_runs_in_one_folder(tmp_path, capsys):
     """The second is refused and leaves the first alone; when the first is gone the folder is free."""
     first = start(tmp_path, "run")
-    with pytest.raises(SystemExit) as e, common.reported(tmp_path / "run"):
+    with pytest.raises(SystemExit) as e, cli.reported(tmp_path / "run"):
         raise AssertionError("not reached")
     assert e.value.code == 2 and "another run is writing" in capsys.readouterr().err
     first.kill()
     first.communicate()
-    with common.reported(tmp_path / "run"):
+    with cli.reported(tmp_path / "run"):
         pass
 
 
 def test_a_folder_is_not_left_behind(tmp_path):
-    with pytest.raises(SystemExit), common.reported(tmp_path / "a" / "b"):
+    with pytest.raises(SystemExit), cli.reported(tmp_path / "a" / "b"):
         raise ValueError("--x: refused")
     assert not list(tmp_path.iterdir())
 
@@ -243,10 +244,10 @@ def test_divergence(tmp_path, capsys):
         return {"x": uniform([(-1, 1)], 8, g), "size": torch.full((8,), 1e6 if len(calls) > 60 else 0.1)}
 
     folder = tmp_path / "run"
-    with pytest.raises(SystemExit) as e, common.reported(folder) as stop:
+    with pytest.raises(SystemExit) as e, cli.reported(folder) as stop:
         torch.manual_seed(0)
         residuals = lambda net, b: {"fit": b["size"] * (net(b["x"])[:, 0] + 1), "other": b["x"][:, 0]}
-        train(MLP(1, 4, 2), sample, residuals, 100, folder=folder, stop=stop)
+        train(MLP(1, 4, 2), sample, residuals, 100, save=Save(folder), stop=stop)
     error = capsys.readouterr().err
     assert e.value.code == 1 and re.search(r"run: the loss has diverged: .* at step 60, most of it fit", error)
     assert "--lr" in error and error.count("\n") == 1

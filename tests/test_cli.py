@@ -1,0 +1,202 @@
+"""The flags that all scripts share: help, presets, refusals."""
+
+import contextlib
+import io
+import random
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+import cli
+import exp_allen_cahn
+import exp_function_fit
+import exp_high_dim
+import exp_ldc
+import exp_ns_torus
+import exp_parabolic
+import exp_spectral_bias
+from kernels import cpu
+
+SCRIPTS = [exp_allen_cahn, exp_function_fit, exp_high_dim, exp_ldc, exp_ns_torus, exp_parabolic, exp_spectral_bias]
+SHARED = """--sfli --all --preset --steps --batch --width --lr --optimizer --damping --momentum --seed --seeds --gamma --C
+    --eps --device --dtype --compile --out --resume --save-seconds --save-steps --no-plot""".split()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script, capsys):
+    """Every shared flag, which example, the paper's value, ours, and the minutes of each preset on a CPU."""
+    with pytest.raises(SystemExit) as e:
+        script.main(["--help"])
+    text = capsys.readouterr().out
+    assert e.value.code == 0 and all(flag in text for flag in SHARED)
+    for pattern in (r"^Example 4\.\d", r"(?i)\bpaper\b", r"(?i)\bours\b", r"Minutes on (one|2) CPU core", "laptop", "smoke"):
+        assert re.search(pattern, text, re.M), pattern
+
+
+BAD = [
+    ("--sfli relu", "--sfli"),
+    ("--steps 0", "--steps"),
+    ("--steps -3", "--steps"),
+    ("--steps ten", "--steps"),
+    ("--batch 0", "--batch"),
+    ("--width 0", "--width"),
+    ("--lr 0", "--lr"),
+    ("--lr nan", "--lr"),
+    ("--lr inf", "--lr"),
+    ("--gamma -1 --sfli", "--gamma"),
+    ("--C 0 --sfli", "--C"),
+    ("--gamma 1 --C 1 --sfli", "--C"),
+    ("--gamma 3", "--sfli"),
+    ("--eps 0", "--eps"),
+    ("--seed -1", "--seed"),
+    ("--seed 99999999999999999999", "--seed"),
+    ("--seeds 0", "--seeds"),
+    ("--preset huge", "--preset"),
+    ("--optimizer sgd", "--optimizer"),
+    ("--dtype float16", "--dtype"),
+    ("--compile maybe", "--compile"),
+    ("--device tpu", "--device"),
+    ("--device cuda:99", "--device"),
+    ("--all --sfli", "--sfli"),
+    ("--frobnicate", "--frobnicate"),
+    ("stray", "stray"),
+    ("--ste 5", "--ste"),
+    ("--resume", "--resume"),
+    ("--all --resume", "--resume"),
+    ("--optimizer soap --seeds 2", "--seeds"),
+    ("--optimizer ng --seeds 2", "--seeds"),
+    ("--optimizer ng --damping 0", "--damping"),
+    ("--optimizer ng --damping -1e-6", "--damping"),
+    ("--optimizer ng --momentum 1", "--momentum"),
+    ("--optimizer ng --dtype float32", "--dtype"),
+    ("--optimizer ng --compile on", "--compile"),
+    ("--damping 1e-6", "--optimizer ng"),
+    ("--momentum 0.5 --optimizer soap", "--optimizer ng"),
+    ("--sfli --width 1 --C 1", "gamma"),
+]
+
+
+@pytest.mark.parametrize("k", range(len(BAD)))
+def test_bad_input(k, tmp_path, capsys):
+    """One line that names the flag, status 2, no files. The scripts take turns."""
+    flags, named = BAD[k]
+    preset = [] if "--preset" in flags else ["--preset", "smoke"]
+    with pytest.raises(SystemExit) as e:
+        SCRIPTS[k % len(SCRIPTS)].main([*flags.split(), *preset, "--out", str(tmp_path / "out")])
+    out, err = capsys.readouterr()
+    assert e.value.code == 2 and err.count("\n") == 1 and named in err and "RESULT" not in out
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_no_cuda(tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        exp_function_fit.main(["--device", "cuda", "--out", str(tmp_path / "out")])
+    assert e.value.code == 2 and "--device cpu" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_unwritable_out(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", "/proc/nowhere"):
+        for flags in (["--preset", "smoke"], ["--figure", "basis"]):
+            with pytest.raises(SystemExit) as e:
+                exp_function_fit.main([*flags, "--out", str(out)])
+            err = capsys.readouterr().err
+            assert e.value.code == 2 and "--out" in err and err.count("\n") == 1
+
+
+def test_soap_without_its_package(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(SystemExit) as e:
+        exp_function_fit.main(["--optimizer", "soap", "--preset", "smoke", "--out", str(tmp_path / "out")])
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and "pip install pytorch-optimizer" in err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("compiler,steps,want", [("g++", 2000, "on"), ("g++", 1999, "off"), (None, 2000, "off")])
+def test_compile_auto(compiler, steps, want, monkeypatch):
+    """Only for long runs, and only where a compiler and the Python headers are found."""
+    monkeypatch.setattr(cpu.shutil, "which", lambda name: compiler)
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    args = cli.parse_args("x", "", exp_function_fit.PRESETS, ["--preset", "paper", "--steps", str(steps)])
+    assert args.compile == (want if headers else "off")
+
+
+def test_auto_preset_says_so(tmp_path, capsys):
+    exp_function_fit.main(["--steps", "2", "--no-plot", "--device", "cpu", "--out", str(tmp_path)])
+    assert capsys.readouterr().out.startswith("preset laptop (device cpu")
+
+
+INTEGERS = ["--steps", "--batch", "--width", "--seeds", "--save-steps"]
+FLOATS = ["--lr", "--gamma", "--C", "--eps", "--damping", "--save-seconds"]
+CHOICES = ["--sfli", "--preset", "--optimizer", "--dtype", "--compile"]
+OWN = {
+    exp_allen_cahn: (["--layers", "--initial"], ["--fourier", "--ic-weight"], ["--arch"]),
+    exp_function_fit: ([], [], ["--figure"]),
+    exp_high_dim: (["--dims", "--search-steps", "--search-seeds"], ["--C-grid"], []),
+    exp_ldc: (["--layers", "--walls"], ["--fourier", "--Re", "--steepness"], ["--arch"]),
+    exp_ns_torus: (["--layers", "--initial", "--windows"], ["--fade"], ["--arch", "--formulation"]),
+    exp_parabolic: (["--dims"], [], []),
+    exp_spectral_bias: ([], [], []),
+}
+CONFLICTS = ["--all --sfli", "--sfli --gamma 1 --C 1", "--damping 1", "--momentum 0.5", "--resume", "--device tpu",
+             "--device cuda:99", "--optimizer ng --dtype float32", "--optimizer ng --seeds 2", "--sfl", "surplus",
+             "--optimizer ng --compile on", "--optimizer soap --seeds 2", "--seed -1",
+             "--momentum 1 --optimizer ng"]  # fmt: skip
+
+
+def bad_line(rng, script):
+    """One thing wrong, among others that are right."""
+    integers, floats, choices = ([*shared, *own] for shared, own in zip((INTEGERS, FLOATS, CHOICES), OWN[script]))
+    good = [
+        ["--eps", "1e-5"],
+        ["--no-plot"],
+        ["--seed", "3"],
+        ["--lr", "0.01"],
+        ["--dtype", "float64"],
+        ["--compile", "off"],
+    ]
+    kind = rng.randrange(5)
+    if kind == 0:
+        wrong = [
+            rng.choice(integers),
+            rng.choice(["0", "-3", "x", "1.5", "nan", "1e3", "", "0x10", "--", "99999999999999999999x"]),
+        ]
+    elif kind == 1:
+        wrong = [rng.choice(floats), rng.choice(["0", "-1", "nan", "inf", "x", "1,5", "", "-inf", "1e999"])]
+    elif kind == 2:
+        wrong = [rng.choice(choices), rng.choice(["nothing", "GAUSS", "", "0", "adamw", "gauss,cos"])]
+    elif kind == 3:
+        wrong = [rng.choice([*integers, *floats, *choices[1:], "--out", "--device"])]  # no value
+    else:
+        wrong = rng.choice(CONFLICTS).split()
+    before = [word for words in rng.sample(good, rng.randint(0, 3)) if words[0] not in wrong for word in words]
+    return before + wrong
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_fuzz(script, tmp_path, monkeypatch):
+    """Eight seeded bad command lines per script: status 2, one line on stderr, no traceback, no files."""
+    monkeypatch.chdir(tmp_path)
+    rng = random.Random(SCRIPTS.index(script))
+    dtype = torch.get_default_dtype()
+    for _ in range(8):
+        line = bad_line(rng, script)
+        preset = [] if "--preset" in line else ["--preset", "smoke"]
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                script.main([*preset, *line])
+                status = 0
+            except SystemExit as e:
+                status = e.code
+        torch.set_default_dtype(dtype)
+        assert status == 2 and err.getvalue().count("\n") == 1 and "Traceback" not in err.getvalue(), (
+            line,
+            err.getvalue(),
+        )
+        assert not list(tmp_path.iterdir()), line
