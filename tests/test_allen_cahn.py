@@ -125,8 +125,8 @@ def test_sigkill_and_resume(flags, kept, tmp_path):
     for run in ("whole", "killed"):
         shutil.copytree(kept, tmp_path / run / "allen_cahn")
     arguments = f"--sfli --at --preset smoke --no-plot --save-seconds 1e-9 --steps {steps} {flags} --out".split()
-    start = lambda out, *more: subprocess.Popen(
-        [sys.executable, "exp_allen_cahn.py", *arguments, str(out), *more], cwd=ROOT, stdout=subprocess.DEVNULL)  # fmt: skip
+    start = lambda out, *more: subprocess.Popen([sys.executable, "exp_allen_cahn.py", *arguments, str(out), *more],
+                                                cwd=ROOT, stdout=subprocess.DEVNULL)  # fmt: skip
     whole, process = (start(tmp_path / run) for run in ("whole", "killed"))  # side by side
     path = tmp_path / "killed/allen_cahn/at-sfli-gauss/history.csv"
     until = time.monotonic() + 200

@@ -22,8 +22,8 @@ import exp_spectral_bias
 from kernels import cpu
 
 SCRIPTS = [exp_allen_cahn, exp_function_fit, exp_high_dim, exp_ldc, exp_ns_torus, exp_parabolic, exp_spectral_bias]
-SHARED = """--sfli --all --preset --steps --batch --width --lr --optimizer --damping --momentum --seed --seeds --gamma --C
-    --eps --device --dtype --compile --out --resume --save-seconds --save-steps --no-plot""".split()
+SHARED = """--sfli --all --preset --steps --batch --width --lr --optimizer --damping --momentum --seed --seeds --gamma
+    --C --eps --device --dtype --compile --out --resume --save-seconds --save-steps --no-plot""".split()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -33,7 +33,8 @@ def test_help(script, capsys):
         script.main(["--help"])
     text = capsys.readouterr().out
     assert e.value.code == 0 and all(flag in text for flag in SHARED)
-    for pattern in (r"^Example 4\.\d", r"(?i)\bpaper\b", r"(?i)\bours\b", r"Minutes on (one|2) CPU core", "laptop", "smoke"):
+    said = (r"^Example 4\.\d", r"(?i)\bpaper\b", r"(?i)\bours\b", r"Minutes on (one|2) CPU core", "laptop", "smoke")
+    for pattern in said:
         assert re.search(pattern, text, re.M), pattern
 
 

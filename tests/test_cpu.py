@@ -23,7 +23,7 @@ def test_steps_fetch_no_memory():
         "cpu.keep_memory()\n"
         "now = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "sample = lambda g: pages.append(now()) or {'x': torch.rand(40_000, 2, generator=g)}\n"
-        "train(MLP(2, 200, 2), sample, lambda net, batch: {'r': net(batch['x'])[:, 0]}, 20)\n"
+        "train(MLP(2, 200, 1), sample, lambda net, batch: {'r': net(batch['x'])[:, 0]}, 20)\n"
         "print(sorted(b - a for a, b in zip(pages, pages[1:]))[10])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True,
@@ -68,7 +68,8 @@ def test_nothing_is_asked_by_importing_or_training():
         "import sys, torch; from pathlib import Path; opened = []\n"
         "sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == 'open' else None)\n"
         "from kernels import cpu; from common import MLP, train\n"
-        "train(MLP(2, 4, 1), lambda g: {'x': torch.rand(8, 2, generator=g)}, lambda net, b: {'r': net(b['x'])[:, 0]}, 2)\n"
+        "sample = lambda g: {'x': torch.rand(8, 2, generator=g)}\n"
+        "train(MLP(2, 4, 1), sample, lambda net, b: {'r': net(b['x'])[:, 0]}, 2)\n"
         "assert '/proc/cpuinfo' not in opened and not hasattr(torch.ops.sfli, 'mm')\n"
         "cpu.half_speed_mkl()\n"
         "assert '/proc/cpuinfo' in opened or not Path('/proc/cpuinfo').exists()"

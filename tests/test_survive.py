@@ -42,9 +42,8 @@ def start(folder, run, *argv):
     """folder / driver.py, training into folder / run."""
     driver = folder / "driver.py"
     driver.write_text(DRIVER.format(root=str(ROOT)))
-    process = subprocess.Popen(
-        [sys.executable, str(driver), str(folder / run), *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, str(driver), str(folder / run), *argv], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
     assert process.stdout.readline() == "go\n", process.communicate()[1]
     return process
 

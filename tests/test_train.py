@@ -347,7 +347,7 @@ def test_report_of_the_time(monkeypatch, capsys):
 
 
 def test_train_leaves_global_state_alone():
-    """In a process of its own: the default dtype, the number of threads, subnormal numbers in all of them, and the state
+    """In a process of its own: the default dtype, the number of threads, subnormal numbers in all of them, the state
     of torch's own generator, from which sample does not draw here."""
     code = (
         "import torch\n"
