@@ -23,7 +23,7 @@ def test_steps_fetch_no_memory():
         "cpu.keep_memory()\n"
         "now = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "sample = lambda g: pages.append(now()) or {'x': torch.rand(40_000, 2, generator=g)}\n"
-        "train(MLP(2, 200, 1), sample, lambda net, batch: {'r': net(batch['x'])[:, 0]}, 20)\n"
+        "train(MLP(2, 200, 2), sample, lambda net, batch: {'r': net(batch['x'])[:, 0]}, 20)\n"
         "print(sorted(b - a for a, b in zip(pages, pages[1:]))[10])"
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True,

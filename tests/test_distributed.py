@@ -58,7 +58,8 @@ def run(folder, resume=False, stop=None):
     net = MLP(2, 8, 2)
     train(net, sample, residuals, 60, lr=Schedule(1e-2, 5, 0.9, 10), optimizer="soap", weighting="ntk",
           pseudo_time=True, causal=dict(terms=["res"], tol=1.0, chunks=4), save=Save(folder, resume=resume),
-          stop=stop, processes=Together(), evaluate=lambda net: {{"norm": sum(p.norm().item() for p in net.parameters())}})
+          stop=stop, processes=Together(),
+          evaluate=lambda net: {{"norm": sum(p.norm().item() for p in net.parameters())}})
     torch.save(net.state_dict(), f"{{folder}}/params{{rank}}.pt")
 folder, asked = sys.argv[1], []
 if "--resume" in sys.argv:
