@@ -29,6 +29,9 @@ from torch import nn
 
 KINDS = ("gauss", "tanh", "cos", "hat")
 
+class Refused(ValueError):
+    """A wrong argument. The message starts with its name, "gamma: ..", and ends with the remedy."""
+
 class FirstLayer(nn.Module):
     """First hidden layer with its activation: sigma(W x + b), or for "gauss" F_i(x) = exp(-sum_k (w_ik x_k + b_ik)^2)
     with w, b [n, d]; w and b are what is trained."""
@@ -53,7 +56,7 @@ class FirstLayer(nn.Module):
 def shape_parameter(n, domain, C=1.0):
     """gamma = C (n^(1/d) - 1) / |Omega|^(1/d), Eq. (3.3)."""
     if n < 2:
-        raise ValueError("gamma: Eq. (3.3) is zero for one neuron; widen the layer or give gamma")
+        raise Refused("gamma: Eq. (3.3) is zero for one neuron; widen the layer or give gamma")
     return C * (n ** (1 / len(domain)) - 1) / volume(domain) ** (1 / len(domain))
 
 def volume(domain):
@@ -78,24 +81,24 @@ def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None):
     try:
         domain = [(float(lo), float(hi)) for lo, hi in domain]
     except (TypeError, ValueError):
-        raise ValueError(f"domain: {domain!r} is no list [(lo, hi), ...], one pair per axis") from None
+        raise Refused(f"domain: {domain!r} is no list [(lo, hi), ...], one pair per axis") from None
     for k, (lo, hi) in enumerate(domain):
         if not lo < hi:
-            raise ValueError(f"domain: axis {k} is ({lo:g}, {hi:g}); each axis needs lo < hi")
+            raise Refused(f"domain: axis {k} is ({lo:g}, {hi:g}); each axis needs lo < hi")
     if kind not in KINDS:
-        raise ValueError(f"kind: {kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        raise Refused(f"kind: {kind!r} is unknown; choose one of {', '.join(KINDS)}")
     if gamma is not None and not gamma > 0 or not C > 0:
-        raise ValueError("gamma and C must be positive")
+        raise Refused(f"gamma, C: {gamma} and {C} must be positive")
     if isinstance(net, (nn.Linear, Dense)):
         return _first_layer(net, lambda x: x, domain, kind, gamma, C, generator)
     if isinstance(net, nn.Sequential):
         at = next((k for k, m in enumerate(net) if isinstance(m, (nn.Linear, Dense))), None)
         if at is None or at + 1 == len(net) or next(net[at + 1].parameters(), None) is not None:
-            raise ValueError("net: the Sequential needs a Linear followed by an activation")
+            raise Refused("net: the Sequential needs a Linear followed by an activation")
         first = _first_layer(net[at], net[:at], domain, kind, gamma, C, generator)
         return nn.Sequential(*net[:at], first, *net[at + 2:])
     if not hasattr(net, "sfli_layers"):
-        raise ValueError(f"net: {type(net).__name__} is no Sequential, no Linear and no network of common.py; "
+        raise Refused(f"net: {type(net).__name__} is no Sequential, no Linear and no network of common.py; "
                          "call sfli on its first Linear and assign the result back")
     for name in net.sfli_layers:
         setattr(net, name, _first_layer(getattr(net, name)[0], net.embed, domain, kind, gamma, C, generator))
@@ -109,7 +112,7 @@ def _first_layer(old, embed, domain, kind, gamma, C, generator):
     with torch.no_grad():
         x = embed(uniform(domain, max(n, 1024), generator, torch.float64).to(like)).double()  # [max(n, 1024), d]
     if x.shape[1] != d:
-        raise ValueError(f"domain: {len(domain)} axes make {x.shape[1]} inputs, but the layer takes {d}")
+        raise Refused(f"domain: {len(domain)} axes make {x.shape[1]} inputs, but the layer takes {d}")
     if kind == "gauss":
         w, b = torch.full((n, d), gamma, dtype=torch.float64), -gamma * x[:n]
     else:
@@ -157,7 +160,7 @@ class Periodic(nn.Module):
         super().__init__()
         self.d, self.periods = d, dict(periods)
         if not all(0 <= k < d and p > 0 for k, p in self.periods.items()):
-            raise ValueError(f"periods: {self.periods} must map axes 0..{d - 1} to positive periods")
+            raise Refused(f"periods: {self.periods} must map axes 0..{d - 1} to positive periods")
 
     def forward(self, x):
         columns = []
@@ -268,7 +271,7 @@ def jet(f, x, variables, derivatives):
     operations in RULES; it sees a Jet where it expects a tensor."""
     plan = _plan(variables, derivatives)
     if x.shape[-1] != plan.d:
-        raise ValueError(f"variables: {variables!r} names {plan.d} columns, x has {x.shape[-1]}")
+        raise Refused(f"variables: {variables!r} names {plan.d} columns, x has {x.shape[-1]}")
     eye = torch.eye(plan.d, dtype=x.dtype, device=x.device)
     seed = [x] + [eye[group].unsqueeze(1) if group else sum(_scale(eye[v], m) for v, m in c) if c else None
                   for c, group in zip(plan.seeds, plan.groups[1:])]
@@ -309,12 +312,12 @@ class Plan:
         """"t-2*xx" -> (((0,), 1.0), ((1, 1), -2.0))"""
         pattern = r"([+-]?)(?:(\d+\.?\d*(?:e-?\d+)?)\*)?((?:[A-Za-z]\d*)+)"  # sign, factor, product
         if not re.fullmatch(f"(?:{pattern})(?:(?=[+-]){pattern})*", entry):
-            raise ValueError(f"derivatives: {entry!r} is no sum of products of {variables!r}, like xx+yy or t-2*xx")
+            raise Refused(f"derivatives: {entry!r} is no sum of products of {variables!r}, like xx+yy or t-2*xx")
         terms = {}
         for sign, factor, product in re.findall(pattern, entry):
             names = re.findall(r"[A-Za-z]\d*", product)
             if not set(names) <= set(number) or len(names) > 3:
-                raise ValueError(f"derivatives: {product!r} is no product of one to three of {variables!r}")
+                raise Refused(f"derivatives: {product!r} is no product of one to three of {variables!r}")
             term = tuple(sorted(number[v] for v in names))
             terms[term] = terms.get(term, 0) + float(sign + (factor or "1"))
         return tuple(sorted(terms.items()))
@@ -573,7 +576,7 @@ def hidden_features(net, x):
     if hasattr(net, "hidden"):
         return net.hidden(x)
     if not isinstance(net, nn.Sequential):
-        raise ValueError(f"net: {type(net).__name__} has no hidden(x) that lists the outputs of its hidden layers")
+        raise Refused(f"net: {type(net).__name__} has no hidden(x) that lists the outputs of its hidden layers")
     out, seen = [], False
     for module in net:
         out += [x] if seen and isinstance(module, (nn.Linear, Dense)) else []
@@ -739,12 +742,12 @@ def check_choices(nets, optimizer, weighting, compile, processes):
     for name, value, known in (("optimizer", optimizer, ("adam", "soap", "ng")),
                                ("weighting", weighting, ("fixed", "grad_norm", "ntk"))):
         if value not in known:
-            raise ValueError(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
+            raise Refused(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if optimizer == "ng" and (len(nets) > 1 or compile):
-        raise ValueError("--optimizer ng trains one network, uncompiled; use --seeds 1 and --compile off")
+        raise Refused("optimizer: ng trains one network, uncompiled; use one seed and no compile")
     if processes.count > 1 and (optimizer == "ng" or len(nets) > 1):
-        raise ValueError("torchrun: several processes train one network by adam or soap; use --seeds 1 and another "
-                         "--optimizer, or one process")
+        raise Refused("optimizer: several processes train one network by adam or soap; use one seed and one of these, "
+                      "or one process")
 
 def make_optimizer(name, problem, lr, options):
     params = list(problem.params.values())
@@ -758,8 +761,8 @@ def make_optimizer(name, problem, lr, options):
         from pytorch_optimizer import SOAP
     except ImportError:
         missing = ("optimizer: ng is kernels/natural_gradient.py; copy the folder kernels/ beside common.py"
-                   if name == "ng" else "--optimizer soap: the package is missing; pip install pytorch-optimizer")
-        raise ValueError(missing) from None
+                   if name == "ng" else "optimizer: soap is in a package of its own; pip install pytorch-optimizer")
+        raise Refused(missing) from None
     return SOAP(params, lr, **dict(betas=(0.9, 0.999), weight_decay=0.0, precondition_frequency=10) | options)
 
 class Problem:
@@ -863,12 +866,12 @@ def first_batch(problem, state, sample, constants, weights, pseudo_time):
         r = problem.residuals(problem.params, batch)
     for k in r:
         if r[k].dim() != 2:
-            raise ValueError(f"residuals: {k!r} is {list(r[k].shape[1:])}; one number per point is wanted, [B]")
+            raise Refused(f"residuals: {k!r} is {list(r[k].shape[1:])}; one number per point is wanted, [B]")
     if unknown := set(weights) - set(r):
-        raise ValueError(f"weights: {sorted(unknown)} are no residuals; there are {sorted(r)}")
+        raise Refused(f"weights: {sorted(unknown)} are no residuals; there are {sorted(r)}")
     pairs = problem.pairs(batch) if pseudo_time else {}
     if pseudo_time and not pairs:
-        raise ValueError(f"pseudo_time: no residual is a pair (r, q); there are {sorted(r)}")
+        raise Refused(f"pseudo_time: no residual is a pair (r, q); there are {sorted(r)}")
     state.weights = {k: torch.full_like(r[k][:, 0], weights.get(k, 1.0)) for k in r}
     state.lam = {k: torch.ones_like(state.weights[k]) for k in pairs}
     return None if pseudo_time else batch
@@ -880,7 +883,7 @@ def causal_weights(r, terms, tol=1.0, chunks=32, average=Alone.average):
     for k in terms:
         S, B = r[k].shape
         if B % chunks:
-            raise ValueError(f"--batch: {B} points do not split into {chunks} causal chunks; use multiples of {chunks}")
+            raise Refused(f"batch: {B} points do not split into {chunks} causal chunks; use multiples of {chunks}")
         L = average(r[k].detach().square().reshape(S, chunks, -1).mean(2))  # [S, chunks]
         w_k = torch.exp(-tol * (L.cumsum(1) - L))
         weight = w_k if weight is None else torch.minimum(weight, w_k)
@@ -947,14 +950,14 @@ def check_losses(problem, state, losses):
     if recorded or problem.device.type == "cpu":  # elsewhere looking costs a synchronisation
         if bad := [k for k, v in losses.items() if not v.isfinite().all()]:
             raise FloatingPointError(f"the loss of {', '.join(bad)} is not finite at step {state.step}; try a smaller "
-                                     "--lr, a smaller --gamma, or --dtype float64")
+                                     "lr, a smaller gamma, or float64")
     members = len(problem.nets)
     for i, last in enumerate(state.history[-members:] if recorded else []):
         best = min(row["loss"] for row in state.history[i::members])
         if last["loss"] > DIVERGED * best:
             term = max((k for k in last if k.startswith("loss_")), key=last.get)[5:]
             raise FloatingPointError(f"the loss has diverged: {last['loss']:.1e} at step {last['step']}, most of it "
-                                     f"{term}, after {best:.1e}; try a smaller --lr or a smaller --gamma")
+                                     f"{term}, after {best:.1e}; try a smaller lr or a smaller gamma")
 
 class Clock:
     """Seconds of training, and a line after 20 of them, then every two minutes: step, last row, time left."""
@@ -1013,7 +1016,7 @@ def load_checkpoint(save):
     """The state in checkpoint.pt, or where that cannot be read in the one before."""
     path = Path(save.folder) / "checkpoint.pt"
     if not (path.exists() or previous(path).exists()):
-        raise ValueError(f"--resume: there is no checkpoint {path}; run without --resume first")
+        raise Refused(f"resume: there is no checkpoint {path}; train without resume first")
     errors = []
     for file in (path, previous(path)):
         try:
@@ -1023,10 +1026,10 @@ def load_checkpoint(save):
         except Exception as e:
             errors.append(f"{file} cannot be read ({type(e).__name__})")
     else:
-        raise ValueError(f"--resume: {errors[0]}; run without --resume")
+        raise Refused(f"resume: {errors[0]}; train without resume")
     if differs := [k for k in found | config if found.get(k) != config.get(k)]:
-        raise ValueError(f"--resume: {file} is of another configuration ({', '.join(differs)} differ); "
-                         "use the same flags, or another --out")
+        raise Refused(f"resume: {file} is of another configuration ({', '.join(differs)} differ); "
+                      "use the same settings, or another folder")
     if errors:
         print(f"{errors[0]}; continuing from {file.name}", flush=True)
     return state

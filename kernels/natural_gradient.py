@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from common import Jet
+from common import Jet, Refused
 
 NG_BYTES = 4e9  # limit for J and its Gram matrix
 
@@ -26,10 +26,11 @@ class NaturalGradient:
 
     def __init__(self, net, residuals, lr=1.0, damping=1e-3, momentum=0.0):
         if not 0 < damping < math.inf or not 0 <= momentum < 1:
-            raise ValueError(f"--damping must be positive and 0 <= --momentum < 1, got {damping:g} and {momentum:g}")
+            raise Refused(f"damping, momentum: 0 < damping and 0 <= momentum < 1 are wanted, got {damping:g}, "
+                          f"{momentum:g}")
         self.net, self.residuals, self.params = net, residuals, list(net.parameters())
         if any(p.dtype != torch.float64 for p in self.params):
-            raise ValueError("--optimizer ng computes in float64; use --dtype float64 (in your own code: net.double())")
+            raise Refused("dtype: natural gradient computes in float64; use that, net.double() in your own code")
         self.momentum, self.param_groups = momentum, [{"lr": lr}]
         self.damping, self.eta, self.rejected, self.d, self.J, self.jacobian = damping, 0.0, 0, None, None, None
 
@@ -59,7 +60,7 @@ class NaturalGradient:
         wide = J.shape[0] <= J.shape[1]  # J^T (J J^T + lam)^-1 = (J^T J + lam)^-1 J^T: whichever is smaller
         G = gram(J if wide else J.T)
         if not G.diagonal().isfinite().all():
-            raise ValueError("--optimizer ng: the Jacobian of the residuals is not finite; try a smaller --gamma, and "
+            raise Refused("optimizer: the Jacobian of the residuals is not finite; try a smaller gamma, and "
                              "look for a square root or a division in the residuals")
         old = torch.zeros_like(J[0]) if self.d is None else self.momentum * self.d.to(J)
         b = R - J @ old if self.momentum else R
@@ -104,9 +105,9 @@ class NaturalGradient:
         def check(R):
             size = 8 * (R * P + min(R, P) ** 2)
             if size > NG_BYTES:
-                raise ValueError(f"--batch: J has {R} rows x {P} parameters, {size / 1e9:.1f} GB with its Gram matrix, "
-                                 f"over the limit of {NG_BYTES / 1e9:g} GB; use fewer points, a smaller --width, or "
-                                 "another --optimizer")
+                raise Refused(f"batch: J has {R} rows x {P} parameters, {size / 1e9:.1f} GB with its Gram matrix, "
+                              f"over the limit of {NG_BYTES / 1e9:g} GB; use fewer points, a smaller width, or "
+                              "another optimizer")
             return R, P
 
         check(max((len(v) for v in batch.values() if v.dim()), default=0))  # before the residuals take as much memory
