@@ -9,13 +9,9 @@ from torch import nn
 from cli import FourierFeatures
 from common import KINDS, MLP, ModifiedMLP, Periodic, PirateNet, ResNet, Save, Schedule, jet, sfli, train, uniform
 from kernels import natural_gradient
-from kernels.natural_gradient import NaturalGradient, gram, jacobian, jacobian_by_func
+from kernels.natural_gradient import NaturalGradient, gram, jacobian, jacobian_by_rows, ones
 
 pytestmark = pytest.mark.usefixtures("float64")
-
-
-def ones(r):
-    return {k: torch.ones_like(v) for k, v in r.items()}
 
 
 def mean(r):
@@ -81,8 +77,8 @@ def problem(name, arch, kind, rwf, width=6):
 
 
 def difference(residuals, net, batch, scale=ones):
-    _, _, J = jacobian(residuals, net, batch, scale, None)
-    _, _, oracle = jacobian_by_func(residuals, net, batch, scale, None)
+    r, factor, J = jacobian(residuals, net, batch, scale, None)
+    oracle = torch.cat([factor[k] for k in r])[:, None] * by_func(residuals, net, batch)
     assert oracle.abs().amax(0).gt(0).sum() >= oracle.shape[1] - 1  # all parameters matter but the level of p
     return ((J - oracle).norm() / oracle.norm()).item()
 
@@ -127,27 +123,68 @@ def test_jacobian_of_pseudo_time_steps():
         return {"res": (heat + 7 * (u - u.detach()))[:, 0]}
 
     r, _, J = jacobian(residuals, net, batch, ones, None)
-    _, _, oracle = jacobian_by_func(residuals, net, batch, ones, None)
+    _, _, oracle = jacobian_by_rows(residuals, net, batch, ones, None)
     assert (J - oracle).norm() < 1e-10 * oracle.norm()
     u, heat = jet(net, batch["x"], "t x", "t-1e-4*xx")
     assert torch.equal(r["res"], heat[:, 0].detach())
 
 
-def test_gram_is_the_lower_triangle():
+@pytest.mark.parametrize("beside", [True, False])
+def test_gram_is_the_lower_triangle(beside, monkeypatch):
+    """With kernels/cpu.py and without it."""
+    if not beside:
+        monkeypatch.setattr(natural_gradient, "cpu", None)
     for n in (1, 5, 8, 33):
         A = torch.randn(n, 11)
         assert torch.allclose(gram(A).tril(), (A @ A.T).tril(), rtol=1e-13, atol=1e-13)
 
 
-class Scaled(nn.Module):
-    """A parameter that jacobian() does not see."""
+def by_func(residuals, net, batch):
+    """The oracle of the oracle: torch.func on a module that holds the network."""
+    whole = nn.ModuleDict({"net": net})
+    whole.forward = lambda batch: torch.cat(list(residuals(whole["net"], batch).values()))
+    params = {k: p for k, p in whole.named_parameters() if p.requires_grad}
+    J = torch.func.jacrev(lambda p: torch.func.functional_call(whole, p, (batch,)))(params)
+    return torch.cat([d.detach().reshape(len(d), -1) for d in J.values()], 1)
+
+
+class Foreign(nn.Module):
+    """What other people's modules hold: a fixed map (Fourier features in a buffer), a frozen layer, a frozen bias, a
+    frozen weight, constant and trained mixing, a scale."""
 
     def __init__(self):
         super().__init__()
-        self.net, self.scale = MLP(1, 5, 2), nn.Parameter(torch.rand(1) + 1)
+        self.register_buffer("B", torch.randn(4, 2))
+        self.frozen, self.a, self.b, self.c = nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.alpha, self.scale = nn.Parameter(torch.rand(())), nn.Parameter(torch.rand(1) + 1)
+        for p in (*self.frozen.parameters(), self.a.bias, self.b.weight):
+            p.requires_grad_(False)
 
     def forward(self, x):
-        return self.scale * self.net(x)
+        y = torch.tanh(self.frozen(torch.sin(nn.functional.linear(x, self.B))))
+        z = torch.lerp(torch.tanh(self.a(y)), y, 0.5)
+        return self.scale * self.c(torch.lerp(z, torch.tanh(self.b(z)), weight=torch.exp(self.alpha)))
+
+
+def heat_of(net, batch):
+    u, heat = jet(net, batch["x"], "t x", "t-1e-4*xx")
+    return {"ic": net(batch["x0"])[:, 0] - 1, "res": (heat + u**3)[:, 0]}
+
+
+def test_fixed_maps_and_frozen_parameters(capsys):
+    """Quickly and rightly; what is frozen has no column and does not move."""
+    torch.manual_seed(0)
+    net, batch = Foreign(), {"x": torch.rand(9, 2), "x0": torch.rand(5, 2)}
+    net.alpha.requires_grad_(False)  # torch.lerp(.., weight=alpha) by keyword
+    _, _, J = jacobian(heat_of, net, batch, ones, None)
+    oracle = by_func(heat_of, net, batch)
+    assert J.shape[1] == sum(p.numel() for p in net.parameters() if p.requires_grad)
+    assert (J - oracle).norm() < 1e-12 * oracle.norm()
+    before = {k: p.clone() for k, p in net.state_dict().items()}
+    train(net, lambda g: batch, heat_of, 3, optimizer="ng", lr=1.0)
+    assert "row by row" not in capsys.readouterr().out
+    moved = {k for k, p in net.state_dict().items() if not torch.equal(p, before[k])}
+    assert moved == {k for k, p in net.named_parameters() if p.requires_grad}
 
 
 class Convolution(nn.Module):
@@ -161,14 +198,96 @@ class Convolution(nn.Module):
         return self.b(torch.tanh(self.a(x.unsqueeze(1).expand(-1, 3, -1)))).sum(1)
 
 
-@pytest.mark.parametrize("module", [Scaled, Convolution])
-def test_foreign_modules_fall_back(module, capsys):
+class Weighted(nn.Module):
+    """Parameters in a matrix product that is no linear()."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.W = nn.Linear(1, 4), nn.Parameter(torch.randn(4, 1))
+
+    def forward(self, x):
+        return torch.tanh(self.a(x)) @ self.W
+
+
+def by_autograd(net, batch):
+    x = batch["x"].clone().requires_grad_()
+    (u_x,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return {"ode": u_x[:, 0] + net(x)[:, 0]}
+
+
+of_net = lambda f: lambda net, batch: {"fit": f(net(batch["x"])[:, 0])}
+SLOW = {
+    "convolution": (Convolution, of_net(lambda u: u - 1)),
+    "product": (Weighted, of_net(lambda u: u - 1)),
+    "flipped": (lambda: MLP(1, 5, 2), of_net(lambda u: u.flip(0))),
+    "differences": (lambda: MLP(1, 5, 2), of_net(lambda u: u.diff())),
+    "autograd": (lambda: MLP(1, 5, 2), by_autograd),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_jacobian_does_not_know_goes_row_by_row(name, capsys):
+    """The sum of the rows alone does not betray u.flip(0), whose rows are exchanged."""
     torch.manual_seed(0)
-    net, x = module(), torch.linspace(-1, 1, 40)[:, None]
-    residuals = lambda net, batch: {"fit": net(batch["x"])[:, 0] - 2 * torch.sin(batch["x"][:, 0])}
-    history = train(net, lambda g: {"x": x}, residuals, 30, optimizer="ng", lr=1.0)
-    assert "torch.func takes over" in capsys.readouterr().out
-    assert history[-1]["loss"] < 1e-2 * history[0]["loss"]
+    make, residuals = SLOW[name]
+    net, batch = make(), {"x": torch.linspace(-1, 1, 70)[:, None]}
+    opt = NaturalGradient(net, residuals)
+    opt.direction(batch, ones)
+    opt.step()
+    assert "row by row" in capsys.readouterr().out and opt.eta > 0
+    J = opt.jacobian(residuals, net, batch, ones, None)[2]
+    if name != "autograd":  # which torch.func cannot look through
+        oracle = by_func(residuals, net, batch)
+    else:
+        oracle = by_func(lambda net, b: {"ode": sum(jet(net, b["x"], "x", "x"))[:, 0]}, net, batch)
+    assert (J - oracle).norm() < 1e-12 * oracle.norm()
+
+
+def test_residuals_with_their_mean(capsys):
+    """u - mean(u): no row of J depends on its own sample alone."""
+    net, batch = MLP(1, 5, 2), {"x": torch.linspace(-1, 1, 40)[:, None]}
+    residuals = of_net(lambda u: u - u.mean())
+    opt = NaturalGradient(net, residuals)
+    opt.direction(batch, ones)
+    J, oracle = opt.jacobian(residuals, net, batch, ones, None)[2], by_func(residuals, net, batch)
+    assert (J - oracle).norm() < 1e-12 * oracle.norm()
+
+
+def test_the_check_of_the_jacobian(monkeypatch, capsys):
+    """An entry of J that is wrong by 1e-6 of its norm is found."""
+    right = natural_gradient.jacobian
+
+    def wrong(*args):
+        r, factor, J = right(*args)
+        J[3, 5] += 1e-6 * J.norm()
+        return r, factor, J
+
+    monkeypatch.setattr(natural_gradient, "jacobian", wrong)
+    net, batch, residuals = problem("allen_cahn", MLP, "gauss", None)
+    NaturalGradient(net, residuals).choose_jacobian(batch)
+    assert "row by row" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_inverse_problem(log, capsys):
+    """-k u'' = sin(pi x), u known at points: k = 2.5 beside the network, given itself or by its logarithm."""
+    torch.manual_seed(0)
+    net = sfli(MLP(1, 15, 2), [(0.0, 1.0)], "tanh", gamma=3.0)
+    net.k = nn.Parameter(torch.tensor(0.0 if log else 1.0))
+    x = torch.linspace(0, 1, 40)[:, None]
+    f = torch.sin(math.pi * x[:, 0])
+
+    def residuals(net, batch):
+        u, u_xx = jet(net, batch["x"], "x", "xx")
+        k = torch.exp(net.k) if log else net.k
+        return {"data": u[:, 0] - f / (2.5 * math.pi**2), "ode": k * u_xx[:, 0] + f}
+
+    _, _, J = jacobian(residuals, net, {"x": x}, ones, None)
+    oracle = by_func(residuals, net, {"x": x})
+    assert (J - oracle).norm() < 1e-10 * oracle.norm()
+    train(net, lambda g: {"x": x}, residuals, 60, optimizer="ng", lr=1.0, weights={"data": 100.0})
+    assert (net.k.exp() if log else net.k).item() == pytest.approx(2.5, rel=1e-4)  # 40 points, no noise
+    assert "row by row" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rows, columns", [(6, 20), (20, 6)])
@@ -302,11 +421,11 @@ def test_refusals(monkeypatch):
     residuals = lambda net, batch: {"fit": net(torch.rand(50, 1))[:, 0]}
     go = lambda nets, residuals=residuals, **options: train(nets, lambda g: {}, residuals, 2, optimizer="ng", **options)
     for damping in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="--damping"):
+        with pytest.raises(ValueError, match="damping"):
             go(MLP(1, 5, 2), optimizer_options={"damping": damping})
-    with pytest.raises(ValueError, match="--momentum"):
+    with pytest.raises(ValueError, match="momentum"):
         go(MLP(1, 5, 2), optimizer_options={"momentum": 1.0})
-    with pytest.raises(ValueError, match="--seeds"):
+    with pytest.raises(ValueError, match="optimizer: ng trains one"):
         go([MLP(1, 5, 2), MLP(1, 5, 2)])
     with pytest.raises(ValueError, match="float64"):
         go(MLP(1, 5, 2).float())
