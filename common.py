@@ -702,8 +702,8 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, optimizer="adam", optimize
     seeds = list(range(len(nets))) if seeds is None else list(seeds)
     rate = lr if callable(lr) else Schedule(lr)
     check_choices(nets, optimizer, weighting, compile, processes)
-    saved = load_checkpoint(save) if save is not None and save.resume else None
     problem = Problem(nets, residuals, causal, processes)
+    saved = load_checkpoint(save, problem, steps) if save is not None and save.resume else None
     opt = make_optimizer(optimizer, problem, rate(0), optimizer_options or {})
     draws = [torch.Generator(problem.device).manual_seed(1000003 * s + 1 + 7919 * processes.number) for s in seeds]
     state = State(problem.values, problem.buffers, opt, draws)
@@ -743,11 +743,12 @@ def check_choices(nets, optimizer, weighting, compile, processes):
                                ("weighting", weighting, ("fixed", "grad_norm", "ntk"))):
         if value not in known:
             raise Refused(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
-    if optimizer == "ng" and (len(nets) > 1 or compile):
-        raise Refused("optimizer: ng trains one network, uncompiled; use one seed and no compile")
+    if optimizer in ("soap", "ng") and len(nets) > 1:
+        raise Refused(f"seeds, optimizer: {optimizer} trains one network at a time; use one seed, or adam")
+    if optimizer == "ng" and compile:
+        raise Refused("compile, optimizer: ng is not compiled; train without compile")
     if processes.count > 1 and (optimizer == "ng" or len(nets) > 1):
-        raise Refused("optimizer: several processes train one network by adam or soap; use one seed and one of these, "
-                      "or one process")
+        raise Refused("seeds, optimizer: several processes train one network by adam or soap; use these, or one process")
 
 def make_optimizer(name, problem, lr, options):
     params = list(problem.params.values())
@@ -1012,38 +1013,52 @@ def save_checkpoint(path, state):
 def previous(path):
     return path.with_name(f"{path.stem}_previous{path.suffix}")
 
-def load_checkpoint(save):
-    """The state in checkpoint.pt, or where that cannot be read in the one before."""
-    path = Path(save.folder) / "checkpoint.pt"
+def read_checkpoint(folder):
+    """What checkpoint.pt holds, or where that cannot be read the one before."""
+    path = Path(folder) / "checkpoint.pt"
     if not (path.exists() or previous(path).exists()):
         raise Refused(f"resume: there is no checkpoint {path}; train without resume first")
     errors = []
     for file in (path, previous(path)):
         try:
-            state = torch.load(file, weights_only=True, map_location="cpu")
-            found, config = state["config"] or {}, save.config or {}
+            saved = torch.load(file, weights_only=True, map_location="cpu")
+            if missing := {"config", *State.__dataclass_fields__} - set(saved):
+                raise KeyError(*missing)
             break
         except Exception as e:
             errors.append(f"{file} cannot be read ({type(e).__name__})")
     else:
         raise Refused(f"resume: {errors[0]}; train without resume")
-    if differs := [k for k in found | config if found.get(k) != config.get(k)]:
-        raise Refused(f"resume: {file} is of another configuration ({', '.join(differs)} differ); "
-                      "use the same settings, or another folder")
     if errors:
         print(f"{errors[0]}; continuing from {file.name}", flush=True)
-    return state
+    return saved
+
+def load_checkpoint(save, problem, steps):
+    """That of save.folder, if it is of the same configuration and networks and not beyond `steps`."""
+    saved = read_checkpoint(save.folder)
+    found, config = saved["config"] or {}, save.config or {}
+    sizes = lambda *parts: {name: tuple(tensor.shape) for part in parts for name, tensor in part.items()}
+    if differs := [k for k in found | config if found.get(k) != config.get(k)]:
+        raise Refused(f"resume: {save.folder} is of another configuration ({', '.join(differs)} differ); "
+                      "use the same settings, or another folder")
+    if sizes(saved["params"], saved["buffers"]) != sizes(problem.values, problem.buffers):
+        raise Refused(f"resume: {save.folder} holds networks of other sizes; use the same, or another folder")
+    if saved["step"] > steps + 1:
+        raise Refused(f"steps: {save.folder} is at step {saved['step'] - 1} already; use as many at least")
+    return saved
 
 def atomically(path, write):
     """write(temporary path), then rename: `path` is always whole, the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(tmp)
         os.replace(tmp, path)
-    except BaseException:
-        tmp.unlink(missing_ok=True)
-        raise
+    except OSError as e:
+        raise Refused(f"folder: cannot write {path} ({e.strerror}); make room, or choose another") from None
+    finally:
+        with contextlib.suppress(OSError):
+            tmp.unlink(missing_ok=True)
 
 def write_rows(path, rows):
     text = io.StringIO()

@@ -22,11 +22,12 @@ import argparse
 import math
 import statistics
 
-import torch
-
-from cli import (Together, configurations, fail, folder_of, network, networks, parse_args, plot_dimensions, positive,
-                 relative_l2, reported, run, settings_of, training, world, write_table)
+# First: from here on Ctrl-C is answered in one line.
+from cli import (Together, answered, configurations, fail, figure_folder, held, network, networks, parse_args, positive,
+                 relative_l2, run, run_folder, settings_of, training, world, write_table)
 from common import train, uniform
+
+import torch
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -89,12 +90,12 @@ def with_C(args, C):
 def fit(args):
     """Train args.seeds networks; -> their final test errors."""
     omega = box(args.d)
+    recipe = network(args, omega, args.gamma)
     points = uniform(omega, 2500, torch.Generator().manual_seed(3)).to(args.device)  # for the eps-rank
     known = args.d in TABLE and (not args.sfli or args.C == 1.0 and not args.gamma)
     paper = TABLE[args.d][1 if args.sfli else 0] if known else None
     sample = lambda generator: {"x": uniform(omega, args.batch, generator)}
-    _, history = run(args, network(args, omega, args.gamma), sample, residuals, error_on(omega, args.device, 1), points,
-                     1.0, args.gamma, paper)
+    _, history = run(args, recipe, sample, residuals, error_on(omega, args.device, 1), points, 1.0, paper)
     return [row["rel_l2"] for row in history[-args.seeds :]]
 
 
@@ -102,13 +103,13 @@ def search(args, grid):
     """C of the grid with the lowest mean validation error over args.search_seeds seeds, all trained at once; under
     torchrun each process has its share of them."""
     omega, (process, processes) = box(args.d), world()
-    folder = folder_of(args, f"d{args.d}-search")
+    folder = run_folder(argparse.Namespace(**vars(args) | dict(config=f"d{args.d}-search")))
     place = folder / f"process{process}" if processes > 1 else folder
     seeds = list(range(args.seed, args.seed + args.search_seeds))
     mine, nets = [(C, seed) for C in grid for seed in seeds][process::processes], []
     for C, seed in mine:
         nets += networks(network(with_C(args, C), omega), [seed], args.device)
-    with reported(folder, plot=False) as stop:
+    with held(folder) as stop:
         flags = training(args, place, settings_of(args, "config") | {"processes": processes}, args.search_steps)
         history = train(nets, lambda g: {"x": uniform(omega, args.batch, g)}, residuals, args.search_steps,
                         evaluate=error_on(omega, args.device, 2), seeds=[seed for _, seed in mine], stop=stop, **flags)
@@ -133,12 +134,15 @@ def flags(cli):
     cli.add_argument("--constant", action="store_true", help="constant learning rate")
 
 
+@answered()
 def main(argv=None):
     args = parse_args("high_dim", __doc__, PRESETS, argv, flags)
     if args.gamma == "auto":
         fail("--gamma auto looks at Gaussians in few dimensions; use --C or --C-grid here")
     if not (args.sfli or args.all) and args.C_grid:
         fail("--C-grid shapes the first layer of SFLI; add --sfli or --all")
+    if not (args.C_grid or args.all) and {"--search-seeds", "--search-steps"} & {a.split("=")[0] for a in args.argv}:
+        fail("--search-seeds and --search-steps belong to the search of C; add --C-grid or --all")
     if args.C_grid and (args.gamma or args.C):
         fail("--C-grid searches C; drop --gamma and --C")
     if args.all and (args.gamma or args.C):
@@ -167,9 +171,7 @@ def main(argv=None):
         paper = TABLE.get(one.d, [None] * 4)
         rows.append({"d": one.d, "Baseline": (errors[0], paper[0]), "SFLI, C = 1": (errors[1], paper[1]), "C*": best,
                      "C* of the paper": paper[2], "SFLI, C = C*": (errors[2], paper[3])})
-    write_table(folder_of(args), rows)
-    if not args.no_plot:
-        plot_dimensions(rows, folder_of(args, "fig_high_dim.png"))
+    write_table(figure_folder(args, runs), rows)
 
 
 if __name__ == "__main__":

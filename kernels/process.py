@@ -1,0 +1,207 @@
+"""The process of a script: how it ends, its folder's lock, its share of torchrun, its memory. cli.py asks for all this;
+a program of your own may take Together for train(processes=Together()) under torchrun.
+"""
+import atexit
+import contextlib
+import io
+import os
+import shlex
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+from common import Refused, Stopped
+
+# How it ends --------------------------------------------------------------------------------------
+
+FLAGS = set()  # of the script that runs: "--gamma", ...
+
+
+def fail(message, status=2):
+    """One line on stderr, naming the flag and the remedy; exit status 2 for bad input."""
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def in_flags(message):
+    """"gamma, C: .." of common.py -> "--gamma, --C: .."; what is no flag stays."""
+    names, colon, rest = message.partition(": ")
+    flag = lambda name: "--" + {"folder": "out", "kind": "sfli"}.get(name, name)
+    return ", ".join(flag(name) if flag(name) in FLAGS else name for name in names.split(", ")) + colon + rest
+
+
+class Signals:
+    """Handler of SIGINT, SIGTERM and SIGHUP: at once, or in training after the step under way."""
+
+    number, training = None, False
+
+    def install(self):
+        """-> the handlers before. What is ignored stays ignored (nohup), Windows has no SIGHUP."""
+        self.number = None
+        all = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        return {n: signal.signal(n, self) for n in all if signal.getsignal(n) != signal.SIG_IGN}
+
+    def __call__(self, number, frame):
+        signal.signal(number, signal.SIG_DFL)  # a second one is not waited for
+        self.number = number
+        if not self.training:
+            raise KeyboardInterrupt
+
+
+signals = Signals()
+
+
+class Patient(io.TextIOBase):
+    """A stream whose reader may leave (| head), whose disk may be full, whose console may lack letters: training goes
+    on all the same."""
+
+    def __init__(self, stream):
+        self.stream, self.encoded = stream, getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text):
+        try:
+            self.stream.write(text.encode(self.encoded, "replace").decode(self.encoded))
+            self.stream.flush()
+        except (AttributeError, OSError, ValueError):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # also what its buffer still holds
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            self.stream = None
+        return len(text)
+
+
+@contextlib.contextmanager
+def answered():
+    """Around main(): what a person can mend ends in one line. Bad input, a full disk, a missing package: status 2;
+    divergence: 1; a signal: 128 + its number. Bugs keep their traceback."""
+    old = signals.install() if threading.current_thread() is threading.main_thread() else {}
+    try:
+        with contextlib.redirect_stdout(Patient(sys.stdout)):
+            yield
+    except Refused as e:
+        fail(in_flags(str(e)))
+    except FloatingPointError as e:
+        fail(e, status=1)
+    except Stopped as e:
+        again = sys.argv if "--resume" in sys.argv else [*sys.argv, "--resume"]
+        fail(f"{e}; continue with: python {shlex.join(again)}", status=128 + signals.number)
+    except KeyboardInterrupt:
+        fail("interrupted", status=128 + (signals.number or signal.SIGINT))
+    except ModuleNotFoundError as e:
+        fail(f"the package {e.name} is missing; pip install -r requirements.txt")
+    except (MemoryError, RuntimeError) as e:
+        if not isinstance(e, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in str(e):
+            raise
+        fail("--batch, --width: out of memory; use smaller ones")
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def held(folder):
+    """Hold `folder`, which need not exist yet, against other runs while training; the system lets go when the process
+    ends. Yields stop() for train()."""
+    new = [p for p in (Path(folder), *Path(folder).parents) if not p.exists()]
+    handle = lock(folder) if world()[0] == 0 else None
+    signals.training = True
+    try:
+        yield lambda: signals.number is not None
+    finally:
+        signals.training = False
+        if handle is not None:
+            os.close(handle)
+        with contextlib.suppress(OSError):
+            for p in new:
+                p.rmdir()  # if nothing was written
+
+
+def lock(folder):
+    """The open folder, locked; None on Windows."""
+    try:
+        import fcntl
+
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return handle
+    except ImportError:
+        return None
+    except BlockingIOError:
+        raise Refused(f"folder: another run is writing to {folder}; wait for it, or use another") from None
+    except OSError as e:
+        raise Refused(f"folder: cannot write to {folder} ({e.strerror}); choose another or make room") from None
+
+
+# torchrun -----------------------------------------------------------------------------------------
+
+
+def world():
+    """Number of this process and of all: (0, 1) but under torchrun."""
+    d = torch.distributed
+    return (d.get_rank(), d.get_world_size()) if d.is_available() and d.is_initialized() else (0, 1)
+
+
+class Together:
+    """The processes of torchrun, each with points of its own, for common.train()."""
+
+    def __init__(self):
+        self.number, self.count = world()
+
+    def average(self, x):
+        x = x.clone()
+        torch.distributed.all_reduce(x)
+        return x / self.count
+
+    def average_gradients(self, params):
+        grads = [p.grad for p in params if p.grad is not None]
+        mean = self.average(torch.cat([g.flatten() for g in grads]))
+        for g, m in zip(grads, mean.split([g.numel() for g in grads])):
+            g.copy_(m.view_as(g))
+
+    def gather(self, x):
+        parts = [None] * self.count
+        torch.distributed.all_gather_object(parts, x)
+        return parts
+
+
+def join(device):
+    """Under torchrun: join the other processes, each on its own GPU; all but the first are silent. -> device"""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not torch.distributed.is_available():
+        return device
+    if device.startswith("cuda"):
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        atexit.register(torch.distributed.destroy_process_group)  # or gloo's threads outlive the interpreter
+    if world()[0] > 0:
+        sys.stdout = open(os.devnull, "w")
+    return device
+
+
+@contextlib.contextmanager
+def first_goes_first():
+    """What the first process writes here, the others read."""
+    process, processes = world()
+    if process > 0:
+        torch.distributed.barrier()
+    yield
+    if process == 0 and processes > 1:
+        torch.distributed.barrier()
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def check_memory(device, itemsize, d, layers, width, batch, seeds=1):
+    """Refuse what cannot fit: parameters, gradients and moments, a batch with some derivatives, test points."""
+    values = seeds * (4 * width * (d + layers * width) + batch * (d + 4 * layers * width)) + 30_000 * d
+    with contextlib.suppress(AttributeError, ValueError):  # Windows does not tell
+        has = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device == "cpu" else
+               torch.cuda.get_device_properties(device).total_memory)
+        if (need := values * itemsize) > has:
+            fail(f"--width, --batch: {d} inputs, {layers} layers of {width} and batch {batch} take {need / 1e9:.0f} GB "
+                 f"at least, this machine has {has / 1e9:.0f}; use smaller ones")
