@@ -18,11 +18,8 @@ sys.excepthook = interrupted
 import argparse
 import contextlib
 import importlib.util
-import io
 import json
 import math
-import re
-import subprocess
 from pathlib import Path
 
 import torch
@@ -32,7 +29,7 @@ from torch import nn
 from common import (KINDS, MLP, Alone, ModifiedMLP, Periodic, PirateNet, Problem, Refused, Save, Schedule, atomically,
                     check_choices, eps_rank, make_optimizer, read_checkpoint, sfli, train, write_rows)
 from kernels import cpu
-from kernels.process import FLAGS, Together, answered, check_memory, fail, first_goes_first, held, join, world
+from kernels.process import FLAGS, Together, answered, cached, check_memory, choose_device, commit, fail, held, world
 
 # Flags and presets ----------------------------------------------------------------------------------------------------
 
@@ -101,22 +98,14 @@ def parse_args(experiment, description, presets, argv=None, extra=None):
         fail("--all runs every configuration; drop --sfli")
     if args.gamma and args.C:
         fail("--gamma and --C exclude each other; drop one")
-    choose_device(args)
+    args.device = choose_device(args.device)
+    args.no_plot |= world()[0] > 0
     resolve_preset(args, presets)
     check_means(args)
     torch.set_default_dtype(getattr(torch, args.dtype))  # a script may change its process; common.py never does
     torch.set_flush_denormal(True)  # before the first parallel operation: other threads inherit it
     cpu.keep_memory()
     return args
-
-def choose_device(args):
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    args.device, args.no_plot = join(args.device), args.no_plot or world()[0] > 0
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", args.device):
-        fail(f"--device: {args.device!r} is unknown; use auto, cpu, cuda or cuda:N")
-    if args.device != "cpu" and int((args.device + ":0").split(":")[1]) >= torch.cuda.device_count():
-        fail(f"--device {args.device}: PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
 
 def resolve_preset(args, presets):
     """Fill what the command line leaves open."""
@@ -149,7 +138,8 @@ def check_means(args):
         fail("--compile on needs a C++ compiler and Python.h; install them, or use --compile off")
     if args.compile == "auto":
         args.compile = "on" if works and args.steps >= 2000 and args.optimizer != "ng" else "off"
-    check_choices(range(args.seeds), args.optimizer, "fixed", args.compile == "on", Together() if processes > 1 else Alone)
+    together = Together() if processes > 1 and args.seeds == 1 else Alone
+    check_choices(range(args.seeds), args.optimizer, "fixed", args.compile == "on", together)
     if args.optimizer == "soap":
         make_optimizer("soap", Problem([nn.Linear(1, 1)], None), 1e-3, {})
     if not args.no_plot and importlib.util.find_spec("matplotlib") is None:
@@ -171,10 +161,7 @@ class FourierFeatures(nn.Module):
         return torch.cat([torch.cos(z), torch.sin(z)], -1)
 
 def network(args, omega, gamma=None, out=1, periods=None, rwf=None):
-    """The network that the flags describe on the box omega, as a recipe that config.json keeps. First of all, refuses
-    sizes that cannot fit."""
-    itemsize = getattr(torch, args.dtype).itemsize
-    check_memory(args.device, itemsize, len(omega), args.layers, args.width, args.batch, args.seeds)
+    """The network that the flags describe on the box omega, as a recipe that config.json keeps."""
     return {"omega": omega, "gamma": gamma, "out": out, "periods": periods, "rwf": rwf,
             **{k: getattr(args, k) for k in ("arch", "layers", "width", "sfli", "C", "fourier")}}
 
@@ -211,7 +198,7 @@ def load(folder, seed=None, device="cpu"):
         raise Refused(f"folder: {folder} has no config.json of a run ({e}); give OUT/experiment/config/seed") from None
     if seed is not None and seed not in seeds or seed is None and len(seeds) > 1:
         raise Refused(f"seed: {seed} is not there; choose one of {seeds}")
-    saved, _ = read_checkpoint(folder)
+    saved = read_checkpoint(folder)
     at = 0 if seed is None else seeds.index(seed)
     net = build(recipe).to(getattr(torch, config["dtype"]))
     for name, tensor in [*net.named_parameters(), *net.named_buffers()]:
@@ -254,15 +241,18 @@ def configurations(args, choices, name, over=({},), second_order=False):
     runs = [argparse.Namespace(**vars(args) | choice) for choice in chosen]
     for run in runs:
         run.config = name(run)
+        check_memory(run, getattr(run, "d", 1))
     if args.resume and not any(has_checkpoint(run_folder(run)) for run in runs):
         fail(f"--resume: there is no checkpoint in {run_folder(runs[0])}; run without --resume first")
-    for run in runs if not (args.resume or args.overwrite) else []:
+    for run in runs:
         keep_finished(run)
     return runs
 
 def keep_finished(args):
     """Refuse to write over a run that has not ended, or has ended with other settings."""
     folder = run_folder(args)
+    if args.resume or args.overwrite:
+        return
     if has_checkpoint(folder) and not (folder / "result.json").exists():
         fail(f"--out: {folder} holds a run that has not ended; add --resume to continue it, or --overwrite")
     try:
@@ -271,7 +261,7 @@ def keep_finished(args):
         return
     new = json.loads(json.dumps(settings_of(args)))
     if differs := [k for k in new if k in old and old[k] != new[k]]:
-        fail(f"--out: {folder} holds a run with other settings ({', '.join(differs)}); use another --out, or --overwrite")
+        fail(f"--out: {folder} has a run with other settings ({', '.join(differs)}); use another --out, or --overwrite")
     print(f"{folder} holds a run with these settings; it is made anew", flush=True)
 
 def check_chunks(args, chunks):
@@ -347,6 +337,8 @@ def run(args, recipe, sample, residuals, evaluate, points, measure, paper=None, 
                         seeds=mine, stop=stop, processes=together, **flags, **options)
         if split:
             history = sorted(sum(Together().gather(history), []), key=lambda row: (row["step"], row["seed"]))
+        if process == 0 or split:
+            write_json(place / "config.json", settings)  # of more steps than before
         result = result_of(args, history, seeds, recipe["gamma"], paper)
         if process == 0:
             write_rows(folder / "history.csv", history)
@@ -358,14 +350,15 @@ def run(args, recipe, sample, residuals, evaluate, points, measure, paper=None, 
     return nets, history
 
 def begin(place, settings, resume):
-    """config.json; what an earlier run left goes, or with --resume goes on, and a stretched schedule is stated."""
-    with contextlib.suppress(OSError, ValueError):
+    """config.json, and what an earlier run left goes; with --resume it stays, and a stretched schedule is stated."""
+    if not resume:
+        for old in ("checkpoint.pt", "checkpoint_previous.pt", "result.json", "history.csv"):
+            (place / old).unlink(missing_ok=True)
+        return write_json(place / "config.json", settings)
+    with contextlib.suppress(OSError, ValueError, KeyError):
         before = json.loads((place / "config.json").read_text())["steps"]
-        if resume and before != settings["steps"]:
+        if before != settings["steps"]:
             print(f"--resume: {before} steps were meant; on to {settings['steps']}, with the schedule of these")
-    write_json(place / "config.json", settings)
-    for old in () if resume else ("checkpoint.pt", "checkpoint_previous.pt", "result.json", "history.csv"):
-        (place / old).unlink(missing_ok=True)
 
 def write_json(path, data):
     text = json.dumps(data, indent=1, allow_nan=False)
@@ -389,30 +382,6 @@ def result_of(args, history, seeds, gamma, paper):
         "width": args.width, "seconds": seconds, "steps_per_second": args.steps / seconds, "device": args.device,
         "dtype": args.dtype, "torch": torch.__version__, "commit": commit(), "argv": args.argv, "gamma": gamma,
         "paper": paper, "processes": world()[1]}
-
-def commit():
-    """The commit of this file's repository, or None where it has none."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        here = Path(__file__).resolve().parent
-        return subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], check=True, capture_output=True,
-                              text=True).stdout.strip() or None
-
-def cached(folder, name, shapes, compute):
-    """The arrays {name: array} of `shapes` that compute() returns, kept as folder/name.npz, if there is a folder."""
-    import numpy as np
-
-    path, data = None if folder is None else Path(folder) / f"{name}.npz", {}
-    with first_goes_first():
-        if path is not None and path.exists():
-            with contextlib.suppress(Exception), np.load(path) as kept:  # what cannot be read is computed anew
-                data = dict(kept)
-        if {k: v.shape for k, v in data.items()} != shapes or not all(np.isfinite(v).all() for v in data.values()):
-            data = compute()
-            if path is not None:
-                buffer = io.BytesIO()
-                np.savez(buffer, **data)
-                atomically(path, lambda tmp: tmp.write_bytes(buffer.getvalue()))
-    return data
 
 def relative_l2(y, f):
     return (torch.linalg.norm(y - f) / torch.linalg.norm(f)).item()

@@ -748,7 +748,7 @@ def check_choices(nets, optimizer, weighting, compile, processes):
     if optimizer == "ng" and compile:
         raise Refused("compile, optimizer: ng is not compiled; train without compile")
     if processes.count > 1 and (optimizer == "ng" or len(nets) > 1):
-        raise Refused("seeds, optimizer: several processes train one network by adam or soap; use these, or one process")
+        raise Refused("seeds, optimizer: several processes train one network, by adam or soap; use one process")
 
 def make_optimizer(name, problem, lr, options):
     params = list(problem.params.values())
@@ -1005,7 +1005,7 @@ def save_checkpoint(path, state):
         if path.exists():
             try:
                 atomically(previous(path), lambda link: os.link(path, link))  # a second name, not a move
-            except OSError:  # a file system without hard links: a kill before the next rename leaves the previous one
+            except Refused:  # a file system without hard links: a kill before the next rename leaves the previous one
                 os.replace(path, previous(path))
 
     atomically(path, write)

@@ -16,8 +16,8 @@ Minutes on 2 CPU cores: preset laptop 2.5, with --all 60 (on one core); smoke se
 import math
 
 # First: from here on Ctrl-C is answered in one line.
-from cli import (answered, cached, check_chunks, configurations, curve, fail, figure, figure_folder, folder_of, gamma_of,
-                 natural, network, parse_args, positive, relative_l2, run, run_folder, save_figure)
+from cli import (answered, cached, check_chunks, configurations, curve, fail, figure, figure_folder, folder_of,
+                 gamma_of, natural, network, parse_args, positive, relative_l2, run, run_folder, save_figure)
 from common import Periodic, grid, jet, uniform, volume
 
 import numpy as np

@@ -23,8 +23,8 @@ import math
 import statistics
 
 # First: from here on Ctrl-C is answered in one line.
-from cli import (Together, answered, configurations, fail, figure_folder, held, network, networks, parse_args, positive,
-                 relative_l2, run, run_folder, settings_of, training, world, write_table)
+from cli import (Together, answered, begin, configurations, fail, figure_folder, held, keep_finished, network, networks,
+                 parse_args, positive, relative_l2, run, run_folder, settings_of, training, world, write_json, write_table)
 from common import train, uniform
 
 import torch
@@ -87,15 +87,21 @@ def with_C(args, C):
     return new
 
 
+def fit_with(args, C):
+    new = with_C(args, C)
+    keep_finished(new)
+    return fit(new)
+
+
 def fit(args):
     """Train args.seeds networks; -> their final test errors."""
     omega = box(args.d)
-    recipe = network(args, omega, args.gamma)
     points = uniform(omega, 2500, torch.Generator().manual_seed(3)).to(args.device)  # for the eps-rank
     known = args.d in TABLE and (not args.sfli or args.C == 1.0 and not args.gamma)
     paper = TABLE[args.d][1 if args.sfli else 0] if known else None
     sample = lambda generator: {"x": uniform(omega, args.batch, generator)}
-    _, history = run(args, recipe, sample, residuals, error_on(omega, args.device, 1), points, 1.0, paper)
+    _, history = run(args, network(args, omega, args.gamma), sample, residuals, error_on(omega, args.device, 1), points, 1.0,
+                     paper)
     return [row["rel_l2"] for row in history[-args.seeds :]]
 
 
@@ -110,7 +116,9 @@ def search(args, grid):
     for C, seed in mine:
         nets += networks(network(with_C(args, C), omega), [seed], args.device)
     with held(folder) as stop:
-        flags = training(args, place, settings_of(args, "config") | {"processes": processes}, args.search_steps)
+        settings = settings_of(args, "config") | {"processes": processes}
+        flags = training(args, place, settings, args.search_steps)
+        begin(place, settings, flags["save"].resume)
         history = train(nets, lambda g: {"x": uniform(omega, args.batch, g)}, residuals, args.search_steps,
                         evaluate=error_on(omega, args.device, 2), seeds=[seed for _, seed in mine], stop=stop, **flags)
     n, errors = len(mine), {C: [] for C in grid}
@@ -120,6 +128,8 @@ def search(args, grid):
         errors[C].append(error)
     means = {C: sum(e) / len(e) for C, e in errors.items()}
     best = min(means, key=means.get)
+    if process == 0:
+        write_json(folder / "result.json", {"C": grid, "rel_l2": list(means.values()), "seeds": seeds, "best": best})
     print(f"d = {args.d}, validation error in the last tenth of {args.search_steps} steps, "
           f"mean over {len(seeds)} seeds: " + ", ".join(f"C={C:g} {e:.2e}" for C, e in means.items())
           + f"; taken C* = {best:g}", flush=True)
@@ -162,12 +172,12 @@ def main(argv=None):
                           [dict(d=d) for d in args.dims])
     if not args.all:
         for a in runs:
-            fit(with_C(a, search(a, grid)) if grid else a)
+            fit_with(a, search(a, grid)) if grid else fit(a)
         return
     rows = []
     for base, one in zip(runs[::2], runs[1::2]):
         errors, best = [fit(base), fit(one)], search(one, grid)
-        errors.append(errors[1] if best == 1 else fit(with_C(one, best)))
+        errors.append(errors[1] if best == 1 else fit_with(one, best))
         paper = TABLE.get(one.d, [None] * 4)
         rows.append({"d": one.d, "Baseline": (errors[0], paper[0]), "SFLI, C = 1": (errors[1], paper[1]), "C*": best,
                      "C* of the paper": paper[2], "SFLI, C = C*": (errors[2], paper[3])})

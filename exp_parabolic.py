@@ -15,7 +15,8 @@ Minutes on one CPU core with other work on it, preset laptop and paper, which ar
 for d = 10, 90 to 127 for d = 20, and 86 to 111 for d = 50 with two seeds; smoke seconds.
 """
 # First: from here on Ctrl-C is answered in one line.
-from cli import answered, configurations, fail, figure_folder, network, parse_args, positive, relative_l2, run, write_table
+from cli import (answered, configurations, fail, figure_folder, network, parse_args, positive, relative_l2, run,
+                 write_table)
 from common import jet, uniform
 
 import torch
@@ -75,12 +76,12 @@ def name(args):
 
 def fit(args):
     """Train args.seeds networks; -> their final errors on a fixed test set."""
-    d, recipe = args.d, network(args, box(args.d), args.gamma)
+    d = args.d
     test = uniform(box(d), TEST, torch.Generator().manual_seed(1)).to(args.device)
     points = uniform(box(d), 2500, torch.Generator().manual_seed(3)).to(args.device)  # for the eps-rank
     u = exact(test)
     paper = TABLE[d][1 if args.sfli else 0] if d in TABLE and not (args.gamma or args.C) else None
-    _, history = run(args, recipe, lambda g: draw(g, d, args.batch), residuals,
+    _, history = run(args, network(args, box(d), args.gamma), lambda g: draw(g, d, args.batch), residuals,
                      lambda net: {"rel_l2": relative_l2(net(test)[:, 0], u)}, points, 1.0, paper)
     return [row["rel_l2"] for row in history[-args.seeds :]]
 

@@ -14,8 +14,8 @@ Minutes on 2 CPU cores, --all: preset laptop and paper, which are the same, 2; s
 import math
 
 # First: from here on Ctrl-C is answered in one line.
-from cli import (COLORS, answered, configurations, curve, figure, figure_folder, gamma_of, network, parse_args, relative_l2,
-                 run, save_figure)
+from cli import (COLORS, answered, configurations, curve, figure, figure_folder, gamma_of, network, parse_args,
+                 relative_l2, run, save_figure)
 from common import KINDS, grid, uniform, volume
 
 import torch

@@ -243,7 +243,7 @@ def or_else(compute, instead):
         try:
             return compute(*t)
         except Exception as e:
-            print(f"gaussian_gram: the Triton kernel fails ({type(e).__name__}: {str(e).splitlines()[:1]}); plain float64 "
+            print(f"gaussian_gram: the Triton kernel fails ({type(e).__name__}: {str(e)[:100]!r}); plain float64 "
                   "products take its place", flush=True)
             return instead(*t)
 

@@ -5,15 +5,17 @@ import atexit
 import contextlib
 import io
 import os
+import re
 import shlex
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import torch
 
-from common import Refused, Stopped
+from common import Refused, Stopped, atomically
 
 # How it ends --------------------------------------------------------------------------------------
 
@@ -167,41 +169,73 @@ class Together:
         return parts
 
 
-def join(device):
-    """Under torchrun: join the other processes, each on its own GPU; all but the first are silent. -> device"""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not torch.distributed.is_available():
-        return device
-    if device.startswith("cuda"):
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
+def join(gpu):
+    """Under torchrun: join the other processes; all but the first are silent."""
     if not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        torch.distributed.init_process_group("nccl" if gpu else "gloo")
         atexit.register(torch.distributed.destroy_process_group)  # or gloo's threads outlive the interpreter
     if world()[0] > 0:
         sys.stdout = open(os.devnull, "w")
+
+
+def cached(folder, name, shapes, compute):
+    """The arrays {name: array} of `shapes` that compute() returns, kept as folder/name.npz, if there is a folder. Of
+    several processes the first computes and the others read."""
+    import numpy as np
+
+    (process, processes), path, data = world(), None if folder is None else Path(folder) / f"{name}.npz", {}
+    if process > 0:
+        torch.distributed.barrier()
+    if path is not None and path.exists():
+        with contextlib.suppress(Exception), np.load(path) as kept:  # what cannot be read is computed anew
+            data = dict(kept)
+    if {k: v.shape for k, v in data.items()} != shapes or not all(np.isfinite(v).all() for v in data.values()):
+        data = compute()
+        if path is not None:
+            buffer = io.BytesIO()
+            np.savez(buffer, **data)
+            atomically(path, lambda tmp: tmp.write_bytes(buffer.getvalue()))
+    if process == 0 and processes > 1:
+        torch.distributed.barrier()
+    return data
+
+
+# Its machine --------------------------------------------------------------------------------------
+
+
+def choose_device(device):
+    """"auto" decided; under torchrun a GPU for each process, which NCCL wants to be the current one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    processes = int(os.environ.get("WORLD_SIZE", 1)) if torch.distributed.is_available() else 1
+    if processes > 1 and device.startswith("cuda"):
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        fail(f"--device: {device!r} is unknown; use auto, cpu, cuda or cuda:N")
+    if device != "cpu" and int((device + ":0").split(":")[1]) >= torch.cuda.device_count():
+        fail(f"--device {device}: PyTorch sees {torch.cuda.device_count()} CUDA devices; use --device cpu")
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+    if processes > 1:
+        join(device != "cpu")
     return device
 
 
-@contextlib.contextmanager
-def first_goes_first():
-    """What the first process writes here, the others read."""
-    process, processes = world()
-    if process > 0:
-        torch.distributed.barrier()
-    yield
-    if process == 0 and processes > 1:
-        torch.distributed.barrier()
-
-
-# Memory -------------------------------------------------------------------------------------------
-
-
-def check_memory(device, itemsize, d, layers, width, batch, seeds=1):
+def check_memory(args, d):
     """Refuse what cannot fit: parameters, gradients and moments, a batch with some derivatives, test points."""
-    values = seeds * (4 * width * (d + layers * width) + batch * (d + 4 * layers * width)) + 30_000 * d
+    layers, width, batch = args.layers, args.width, args.batch
+    values = args.seeds * (4 * width * (d + layers * width) + batch * (d + 4 * layers * width)) + 30_000 * d
     with contextlib.suppress(AttributeError, ValueError):  # Windows does not tell
-        has = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device == "cpu" else
-               torch.cuda.get_device_properties(device).total_memory)
-        if (need := values * itemsize) > has:
+        has = (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if args.device == "cpu" else
+               torch.cuda.get_device_properties(args.device).total_memory)
+        if (need := values * getattr(torch, args.dtype).itemsize) > has:
             fail(f"--width, --batch: {d} inputs, {layers} layers of {width} and batch {batch} take {need / 1e9:.0f} GB "
                  f"at least, this machine has {has / 1e9:.0f}; use smaller ones")
+
+
+def commit():
+    """The commit of this file's repository, or None where it has none."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        here = Path(__file__).resolve().parent
+        return subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], check=True, capture_output=True,
+                              text=True).stdout.strip() or None

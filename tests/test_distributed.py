@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("side_by_side")
 DRIVER = """
 import sys, torch
 sys.path.insert(0, {root!r})
-from cli import Together, world
+from kernels.process import Together, world
 from common import MLP, Save, jet, train, uniform
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
@@ -42,7 +42,7 @@ if ranks > 1:
 RESUME = """
 import contextlib, sys, torch
 sys.path.insert(0, {root!r})
-from cli import Together, world
+from kernels.process import Together, world
 from common import MLP, Save, Schedule, Stopped, jet, train, uniform
 torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo")
