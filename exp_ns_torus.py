@@ -315,11 +315,12 @@ def train_window(args, k, steps, initial, w, omega, points, gamma):
 
     stretched = dict(warmup=args.warmup * steps / args.steps, decay_every=args.decay_every * steps / args.steps)
     a = argparse.Namespace(**vars(args) | stretched | dict(steps=steps))
+    terms = ["rw", "rp" if args.formulation == "psi" else "rc"]  # both share the smaller of their causal weights
     nets, history = run(a, network(args, omega, gamma, out=2, periods=PERIODS, rwf=args.rwf),
                         lambda g: draw(g, args, omega, known), residuals(args.formulation, args.hard_ic, 1 / length),
                         evaluate, points, volume(omega), part=f"window{k + 1}",
                         weighting="grad_norm" if args.causal else "fixed",
-                        causal=dict(terms=["rw", "rc"], tol=1.0, chunks=CHUNKS) if args.causal else None,
+                        causal=dict(terms=terms, tol=1.0, chunks=CHUNKS) if args.causal else None,
                         constants=lambda step: numbers)
     return history, errors(nets[0]), lambda t, n: predict(nets[0], args, initial, scale, t, n).double().cpu().numpy()
 
