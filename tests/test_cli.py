@@ -281,3 +281,18 @@ def test_fuzz(script, tmp_path, monkeypatch):
             err.getvalue(),
         )
         assert not list(tmp_path.iterdir()), line
+
+
+def test_each_process_has_its_own_gpu(monkeypatch):
+    """Under torchrun the current device is the process's own before NCCL starts: it talks through that one."""
+    from kernels import process
+
+    seen = []
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(device))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: seen.append(backend))
+    monkeypatch.setattr(process.atexit, "register", lambda f: None)
+    assert process.choose_device("auto") == "cuda:2" and seen == ["cuda:2", "nccl"]
