@@ -15,8 +15,8 @@ import torch
 from conftest import ROOT
 
 import cli
-import common
 from common import MLP, Save, train, uniform
+from kernels import checkpoint
 
 DRIVER = """
 import sys, time, torch
@@ -127,21 +127,21 @@ def test_killed_between_the_renames(links, tmp_path, monkeypatch):
     replace, link = os.replace, os.link
 
     def look(*args):
-        seen.append(common.load_checkpoint(Save(tmp_path))["step"])
+        seen.append(checkpoint.load_checkpoint(Save(tmp_path))["step"])
         assert path.exists() or not links
         return args
 
     def no_link(*args):
         raise OSError("no hard links here")
 
-    common.save_checkpoint(path, {"config": None, "step": 0})
+    checkpoint.save_checkpoint(path, {"config": None, "step": 0})
     monkeypatch.setattr(os, "replace", lambda *args: replace(*look(*args)))
     monkeypatch.setattr(os, "link", (lambda *args: link(*look(*args))) if links else no_link)
     for step in (1, 2):
-        common.save_checkpoint(path, {"config": None, "step": step})
+        checkpoint.save_checkpoint(path, {"config": None, "step": step})
     look()
     assert seen == ([0, 0, 0, 1, 1, 1, 2] if links else [0, 0, 1, 1, 2])
-    assert torch.load(common.previous(path))["step"] == 1
+    assert torch.load(checkpoint.previous(path))["step"] == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint.pt", "checkpoint_previous.pt"]
 
 
