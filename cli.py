@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from common import (KINDS, MLP, Alone, ModifiedMLP, Periodic, PirateNet, Problem, Refused, Save, Schedule, atomically,
-                    check_choices, eps_rank, make_optimizer, read_checkpoint, sfli, train, write_rows)
+                    check_choices, eps_rank, make_optimizer, sfli, train, write_rows)
 from kernels import cpu
+from kernels.checkpoint import read_checkpoint
 from kernels.process import FLAGS, Together, answered, cached, check_memory, choose_device, commit, fail, held, world
 
 # Flags and presets ----------------------------------------------------------------------------------------------------

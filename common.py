@@ -12,7 +12,9 @@ Sections: SFLI - Networks - Derivatives - eps-rank - Training; with kernels/ bes
 No setting of PyTorch is changed; on a CPU torch.set_flush_denormal(True) at the start of your program helps Gaussians.
 """
 import contextlib
+import copy
 import csv
+import importlib
 import io
 import math
 import os
@@ -28,6 +30,9 @@ from torch import nn
 # SFLI (Section 3.1): F_i(x) = sigma(gamma (alpha_i . x + c_i)), stored as w = gamma alpha, b = gamma c ----------------
 
 KINDS = ("gauss", "tanh", "cos", "hat")
+ACTIVATIONS = tuple(getattr(nn, name) for name in (  # what sfli() takes for one: the elementwise ones of torch.nn
+    "CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU RReLU ReLU ReLU6 SELU "
+    "SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Threshold").split())
 
 class Refused(ValueError):
     """A wrong argument. The message starts with its name, "gamma: ..", and ends with the remedy."""
@@ -50,6 +55,15 @@ class FirstLayer(nn.Module):
         # numbers, on which CPUs multiply matrices many times slower.
         return torch.exp(-s) * (s < 40)
 
+    def get_extra_state(self):
+        return torch.tensor(KINDS.index(self.kind))  # so that state_dict() tells the activation
+
+    def _load_from_state_dict(self, saved, prefix, *args):
+        kind = KINDS[saved.pop(f"{prefix}_extra_state", KINDS.index(self.kind))]  # parameters alone do not tell
+        if kind != self.kind:
+            raise Refused(f"kind: the saved first layer is {kind}, this one is {self.kind}; build it as {kind}")
+        super()._load_from_state_dict(saved, prefix, *args)
+
     def extra_repr(self):
         return f"{self.kind}, {self.weight.shape[1]} -> {self.weight.shape[0]}"
 
@@ -68,65 +82,116 @@ def uniform(domain, n, generator=None, dtype=None):
     lo, hi = torch.tensor(domain, dtype=dtype or torch.get_default_dtype(), device=device).T
     return lo + (hi - lo) * torch.rand(n, len(domain), generator=generator, dtype=lo.dtype, device=device)
 
-def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None):
+def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None, layer=None):
     """Give `net` a structured first layer on the box `domain` = [(lo, hi), ...] and return it.
 
-    nn.Sequential     a new one, in which the first Linear and the activation behind it are replaced;
+    nn.Sequential     a copy in which the first Linear is replaced, and the activation behind it by nn.Identity;
                       modules before that Linear (an embedding) stay and are applied to the centres.
-    nn.Linear         the layer to assign back, `self.first = sfli(self.first, domain)`. It contains its
-                      activation: drop the one that your forward() applied to the old layer.
+    nn.Linear         the layer to assign back, `self.first = sfli(self.first, domain)`. It contains its activation:
+                      drop the one that your forward() applied to the old layer, or keep it and use sfli_().
     network of below  the first layer (MLP, ResNet) or both encoders (ModifiedMLP, PirateNet), in place.
+    any module        with layer="trunk.0" that Linear, in place, and the activation behind it in its Sequential.
 
-    gamma defaults to Eq. (3.3) with the layer's width and C. Draws come from `generator`."""
+    gamma defaults to Eq. (3.3) with the layer's width and C; "auto" (gauss, needs kernels/) chooses it by the rank.
+    hat has no second derivative: not for equations of second order. Draws come from `generator`."""
     try:
         domain = [(float(lo), float(hi)) for lo, hi in domain]
     except (TypeError, ValueError):
         raise Refused(f"domain: {domain!r} is no list [(lo, hi), ...], one pair per axis") from None
     for k, (lo, hi) in enumerate(domain):
-        if not lo < hi:
-            raise Refused(f"domain: axis {k} is ({lo:g}, {hi:g}); each axis needs lo < hi")
+        if not -math.inf < lo < hi < math.inf:
+            raise Refused(f"domain: axis {k} is ({lo:g}, {hi:g}); each axis needs finite lo < hi")
     if kind not in KINDS:
         raise Refused(f"kind: {kind!r} is unknown; choose one of {', '.join(KINDS)}")
-    if gamma is not None and not gamma > 0 or not C > 0:
+    if gamma not in (None, "auto") and not 0 < gamma < math.inf or not 0 < C < math.inf:
         raise Refused(f"gamma, C: {gamma} and {C} must be positive")
+    draw = lambda old, embed: _first_layer(old, embed, domain, kind, gamma, C, generator)
     if isinstance(net, (nn.Linear, Dense)):
-        return _first_layer(net, lambda x: x, domain, kind, gamma, C, generator)
-    if isinstance(net, nn.Sequential):
-        at = next((k for k, m in enumerate(net) if isinstance(m, (nn.Linear, Dense))), None)
-        if at is None or at + 1 == len(net) or next(net[at + 1].parameters(), None) is not None:
-            raise Refused("net: the Sequential needs a Linear followed by an activation")
-        first = _first_layer(net[at], net[:at], domain, kind, gamma, C, generator)
-        return nn.Sequential(*net[:at], first, *net[at + 2:])
-    if not hasattr(net, "sfli_layers"):
-        raise Refused(f"net: {type(net).__name__} is no Sequential, no Linear and no network of common.py; "
-                         "call sfli on its first Linear and assign the result back")
-    for name in net.sfli_layers:
-        setattr(net, name, _first_layer(getattr(net, name)[0], net.embed, domain, kind, gamma, C, generator))
+        return draw(net, nn.Identity())
+    if hasattr(net, "_orig_mod") or layer is None and any(isinstance(m, FirstLayer) for m in net.modules()):
+        raise Refused("net: compiled, or with a structured first layer already; call sfli once, before torch.compile")
+    if layer is None and isinstance(net, MLP):
+        for name in net.sfli_layers:
+            setattr(net, name, draw(getattr(net, name)[0], net.embed))
+        return net
+    linears = [name for name, m in net.named_modules() if isinstance(m, (nn.Linear, Dense))]
+    layer = linears[0] if layer is None and linears and isinstance(net, nn.Sequential) else layer
+    if layer not in linears:
+        raise Refused(f"layer: {layer!r} is no Linear followed by an activation; name the first Linear of this "
+                      f"{type(net).__name__}, one of: {', '.join(linears) or 'none'}")
+    return _replaced(net, layer.split("."), draw)
+
+def _replaced(net, path, draw, before=()):
+    """`net` with the Linear at `path` replaced. Sequentials on the way are copied, all other modules stay the same;
+    `before`: what these Sequentials apply ahead of the Linear."""
+    name, sequential = path[0], isinstance(net, nn.Sequential)
+    at = list(net._modules).index(name)
+    if sequential:
+        before, net = (*before, *list(net)[:at]), copy.copy(net)
+        net._modules = dict(net._modules)
+    if path[1:]:
+        setattr(net, name, _replaced(getattr(net, name), path[1:], draw, before if sequential else ()))
+    elif sequential and at + 1 < len(net) and isinstance(net[at + 1], ACTIVATIONS):
+        net[at], net[at + 1] = draw(net[at], nn.Sequential(*before)), nn.Identity()
+    else:
+        raise Refused(f"layer: {name!r} is not followed by an activation of torch.nn in a Sequential; put nn.Tanh() "
+                      "there, or, where forward() applies one, call sfli_() on this Linear")
     return net
 
+@torch.no_grad()
+def sfli_(linear, domain, kind="tanh", gamma=None, C=1.0, generator=None):
+    """Weight and bias of a structured first layer for an nn.Linear, in place, as torch.nn.init does: for a forward()
+    that applies the activation, "tanh", "cos" or "sin", itself. For sin(30 z) divide both by 30 afterwards."""
+    own = {name for name, _ in linear.named_parameters()}
+    if kind not in ("tanh", "cos", "sin") or not isinstance(linear, nn.Linear) or not {"weight", "bias"} <= own:
+        raise Refused(f"linear, kind: tanh, cos or sin of an nn.Linear with its own weight and bias is wanted, not "
+                      f"{kind!r} of {linear}; sfli() makes a layer of every kind")
+    first = sfli(linear, domain, kind.replace("sin", "cos"), gamma, C, generator)
+    linear.weight.copy_(first.weight)
+    linear.bias.copy_(first.bias + (math.pi / 2 if kind == "sin" else 0))  # cos z = sin(z + pi / 2)
+    return linear
+
 def _first_layer(old, embed, domain, kind, gamma, C, generator):
+    if isinstance(old, nn.LazyLinear):
+        raise Refused("net: a LazyLinear has no width yet; pass a batch through the network first")
     like = next(old.parameters())
     n, d = old.out_features, old.in_features
+    if gamma == "auto":
+        if kind != "gauss":
+            raise Refused(f"gamma: auto looks at the rank of Gaussians; give a number for {kind}")
+        gamma = _kernel("gaussian_gram", "gamma: auto").scan_gamma(n, domain, embed=embed, generator=generator)
     gamma = shape_parameter(n, domain, C) if gamma is None else gamma
     # Centres and shifts live where data can be: draw in the physical domain, then embed.
     with torch.no_grad():
-        x = embed(uniform(domain, max(n, 1024), generator, torch.float64).to(like)).double()  # [max(n, 1024), d]
-    if x.shape[1] != d:
-        raise Refused(f"domain: {len(domain)} axes make {x.shape[1]} inputs, but the layer takes {d}")
+        x = uniform(domain, max(n, 1024), generator, torch.float64).to(like)
+        z = embed(x).double()  # [max(n, 1024), d]
+    if z.shape[1] != d:
+        raise Refused(f"domain: {len(domain)} axes make {z.shape[1]} inputs, but the layer takes {d}")
     if kind == "gauss":
-        w, b = torch.full((n, d), gamma, dtype=torch.float64), -gamma * x[:n]
+        w, b = torch.full((n, d), gamma, dtype=torch.float64), -gamma * z[:n]
     else:
         draw = dict(generator=generator, dtype=torch.float64, device="cpu" if generator is None else generator.device)
-        alpha, u = torch.randn(n, d, **draw).to(x), torch.rand(n, **draw).to(x)
+        alpha, u = torch.randn(n, d, **draw).to(z), torch.rand(n, **draw).to(z)
         if kind != "cos":
             alpha = alpha / alpha.norm(dim=1, keepdim=True)  # uniform on the unit sphere
         # The paper's c_i >= 0, "uniform in an interval with respect to Omega": measured from the middle of the
         # domain, c_i is uniform on [0, max_x |alpha_i . (x - middle)|], so that every hyperplane
         # alpha_i . (x - middle) + c_i = 0 meets the domain; the signs of alpha_i serve both sides.
-        middle = (x.amin(0) + x.amax(0)) / 2
-        c = u * ((x - middle) @ alpha.T).abs().amax(0)  # [n]
-        w, b = gamma * alpha, gamma * (c - alpha @ middle)
+        if torch.equal(z, x.double()):  # no embedding: the box itself
+            lo, hi = torch.tensor(domain).to(z).T
+            middle, reach = (lo + hi) / 2, alpha.abs() @ (hi - lo) / 2  # [d], [n]
+        else:
+            middle = (z.amin(0) + z.amax(0)) / 2
+            reach = ((z - middle) @ alpha.T).abs().amax(0)
+        w, b = gamma * alpha, gamma * (u * reach - alpha @ middle)
     return FirstLayer(kind, w.to(like), b.to(like))
+
+def _kernel(name, wanted):
+    """A module of kernels/, which a copy of this file may lack."""
+    try:
+        return importlib.import_module(f"kernels.{name}")
+    except ModuleNotFoundError:
+        raise Refused(f"{wanted} is in kernels/{name}.py; copy the folder kernels/ beside common.py") from None
 
 # Networks: y = beta . y_L with y_L the features of the last hidden layer ----------------------------------------------
 
@@ -174,35 +239,34 @@ class Periodic(nn.Module):
         return torch.cat(columns, -1)
 
 class MLP(nn.Module):
-    """y_1 = first(x), y_l = tanh(W_l y_{l-1} + b_l), Eq. (1.1); `embed` maps x to `d` inputs."""
+    """y_1 = first(x), y_l = tanh(W_l y_{l-1} + b_l), Eq. (1.1); `embed` maps x to `d` inputs; `first`: width of y_1."""
 
     sfli_layers = ("first",)
 
-    def __init__(self, d, n, L, out=1, rwf=None, embed=None):
+    def __init__(self, d, n, L, out=1, rwf=None, embed=None, first=None):
         super().__init__()
+        widths = [first or n] + [n] * (L - 1)
+        if isinstance(self, ResNet) and widths[0] != n:
+            raise Refused(f"first: a ResNet adds layers of width {n} to y_1; use MLP for another width there")
         self.embed = nn.Identity() if embed is None else embed
-        self.first = tanh_layer(d, n, rwf)
-        self.blocks = nn.ModuleList(tanh_layer(n, n, rwf) for _ in range(L - 1))
-        self.out = Dense(n, out, rwf)
-
-    def hidden(self, x):
-        """Features of every hidden layer, first to last."""
-        y = [self.first(self.embed(x))]
-        for block in self.blocks:
-            y.append(block(y[-1]))
-        return y
+        self.first = tanh_layer(d, widths[0], rwf)
+        self.blocks = nn.ModuleList(tanh_layer(k, n, rwf) for k in widths[:-1])
+        self.out = Dense(widths[-1], out, rwf)
 
     def forward(self, x):
-        return self.out(self.hidden(x)[-1])
+        y = self.first(self.embed(x))
+        for block in self.blocks:
+            y = block(y)
+        return self.out(y)
 
 class ResNet(MLP):
     """y_1 = first(x), y_l = y_{l-1} + tanh(W_l y_{l-1} + b_l)."""
 
-    def hidden(self, x):
-        y = [self.first(self.embed(x))]
+    def forward(self, x):
+        y = self.first(self.embed(x))
         for block in self.blocks:
-            y.append(y[-1] + block(y[-1]))
-        return y
+            y = y + block(y)
+        return self.out(y)
 
 class Gated(nn.Module):
     """One layer of Eq. (3.5): z = tanh(W y + b), z U + (1 - z) V, as V + z (U - V)."""
@@ -229,14 +293,14 @@ class ModifiedMLP(MLP):
     def make_blocks(self, n, L, rwf):
         return nn.ModuleList(Gated(n, n, rwf) for _ in range(L - 1))
 
-    def hidden(self, x):
+    def forward(self, x):
         x = self.embed(x)
         V = self.V(x)
         D = self.U(x) - V
-        y = [self.gate(x, D, V)]
+        y = self.gate(x, D, V)
         for block in self.blocks:
-            y.append(block(y[-1], D, V))
-        return y
+            y = block(y, D, V)
+        return self.out(y)
 
 class PirateBlock(nn.Module):
     """Eq. (3.6): two gated layers, one plain, adaptive skip alpha h + (1 - alpha) y, alpha = 0."""
@@ -570,37 +634,67 @@ class Jet:
 
 # eps-rank (Section 2): number of eigenvalues > eps of M = integral over Omega of phi phi^T dx -------------------------
 
-def hidden_features(net, x):
-    """Outputs [N, n] of every hidden layer: of a network of this file or an nn.Sequential (what enters each Linear but
-    the first)."""
-    if hasattr(net, "hidden"):
-        return net.hidden(x)
-    if not isinstance(net, nn.Sequential):
-        raise Refused(f"net: {type(net).__name__} has no hidden(x) that lists the outputs of its hidden layers")
-    out, seen = [], False
-    for module in net:
-        out += [x] if seen and isinstance(module, (nn.Linear, Dense)) else []
-        seen = seen or isinstance(module, (nn.Linear, Dense, FirstLayer))
-        x = module(x)
-    return out
-
 def gram_spectrum(phi, measure=1.0):
     """Eigenvalues, largest first, of the Gram matrix measure / N * phi^T phi of features phi [N, n] at N points spread
     uniformly over the domain; in float64 even where phi is float32, whose rounding would count as rank."""
     phi = phi.detach().double()
+    if phi.dim() != 2 or not phi.isfinite().all():
+        raise Refused(f"features: {list(phi.shape)}, {phi.isnan().sum()} of them NaN; finite ones [N, n] are wanted")
     return torch.linalg.eigvalsh(phi.T @ phi * (measure / len(phi))).flip(0)
 
-@torch.no_grad()
-def eps_rank(net, x, eps=1e-6, measure=1.0, layer=-1):
-    """eps-rank of the features of hidden layer `layer` at the points x: an index, "all" for a list of all of them, or
-    "first" for a list of the layers that SFLI shapes (the first, or the encoders U and V).
+def eps_rank(net, x=None, eps=1e-6, measure=1.0, layer=-1):
+    """eps-rank of features [N, n], or of those that a network has at the points x in a layer:
+
+    -1, 0, ..        a hidden layer by number, the last unless told; they are what enters a Linear, but for the first
+    "trunk.1"        a module of the network, by name or itself: what it returns (name the activation, not its Linear)
+    [-1, "trunk.1"]  several in one pass: a list of ranks; "all": of every hidden layer; "first": in a network of this
+                     file of those that SFLI shapes (the first, or the encoders U and V)
+
+    The last dimension holds the features, the others samples: points, tokens, nodes. Behind a convolution channels are
+    features and positions samples. The network is asked in eval mode; x is a tuple where it takes several arguments.
 
     The paper states neither eps nor the quadrature. Ours: eps = 1e-6, equal weights on x, and
     measure = |Omega| where d <= 3, else 1 (2^50 would swamp any threshold)."""
-    of_sfli = lambda: [getattr(net, name)(net.embed(x)) for name in net.sfli_layers]
-    phis = of_sfli() if layer == "first" else hidden_features(net, x)
     rank = lambda phi: int((gram_spectrum(phi, measure) > eps).sum())
-    return list(map(rank, phis)) if layer in ("first", "all") else rank(phis[layer])
+    if isinstance(net, torch.Tensor):
+        return rank(net)
+    net = getattr(net, "_orig_mod", net)  # of torch.compile
+    layer = list(net.sfli_layers) if layer == "first" and isinstance(net, MLP) else layer
+    one = layer != "all" and not isinstance(layer, (list, tuple))
+    phis = layer_features(net, x, [layer] if one else layer)
+    return rank(phis[0]) if one else list(map(rank, phis))
+
+@torch.no_grad()
+def layer_features(net, x, layers="all"):
+    """Features [N, n] of each of `layers`, as in eps_rank(), by hooks in one pass."""
+    names, modes = {m: name for name, m in net.named_modules()}, {m: m.training for m in net.modules()}
+    ends = (*net.blocks, net.out) if isinstance(net, MLP) else ()
+    wanted, seen, hidden, found, axis = () if layers == "all" else layers, [], [], {}, {}
+
+    def note(module, args, y):
+        y = y[0] if isinstance(y, tuple) else y
+        if module in ends or not ends and seen and isinstance(module, (nn.Linear, Dense)):
+            hidden.append(args[0])
+        seen.extend(module.parameters(recurse=False))
+        if isinstance(module, nn.modules.conv._ConvNd):
+            axis[y.dim()] = -1 - len(module.kernel_size)  # of its channels; activations and pooling leave them there
+        elif isinstance(module, (nn.Linear, nn.LayerNorm, nn.MultiheadAttention)):
+            axis.clear()
+        if module in wanted or names[module] in wanted:
+            found[module] = found[names[module]] = y.movedim(axis.get(y.dim(), -1), -1)
+
+    hooks = [m.register_forward_hook(note) for m in names]
+    try:
+        net.eval()(*x if isinstance(x, tuple) else (x,))
+    finally:
+        for hook, (m, mode) in zip(hooks, modes.items()):
+            hook.remove()
+            m.training = mode
+    found |= {k: hidden[k] for k in range(-len(hidden), len(hidden))}
+    if missing := [k for k in wanted if k not in found]:
+        raise Refused(f"layer: {missing} is not there, or not called; there are {len(hidden)} hidden layers, and the "
+                      f"modules {', '.join(filter(None, names.values()))}")
+    return [phi.flatten(0, -2) for phi in (hidden if layers == "all" else [found[k] for k in layers])]
 
 def grid(domain, n):
     """n^d cell midpoints of the box `domain` -> [n^d, d]: equal-weight quadrature points for d <= 3."""
@@ -649,25 +743,10 @@ class State:
     lam: dict = field(default_factory=dict)  # pseudo-time, {name of a residual: [S]}
     sums: dict = field(default_factory=dict)  # losses added up since the last row of the history, {name: [S]}
     count: int = 0  # so many
+    best: dict = field(default_factory=dict)  # with keep: parameters and buffers of the best row of each network so far
     step: int = 0
     seconds: float = 0.0
     history: list = field(default_factory=list)
-
-    def pack(self, processes):
-        generators = processes.gather([g.get_state() for g in self.generators])
-        return vars(self) | {"optimizer": self.optimizer.state_dict(), "generators": generators}
-
-    def unpack(self, saved, process):
-        device = next(iter(self.params.values())).device
-        for tensors, old in ((self.params, saved["params"]), (self.buffers, saved["buffers"])):
-            for name, tensor in tensors.items():
-                tensor.copy_(old[name])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        for g, s in zip(self.generators, saved["generators"][process]):
-            g.set_state(s.cpu())
-        for name in ("weights", "lam", "sums"):
-            setattr(self, name, {k: v.to(device) for k, v in saved[name].items()})
-        self.count, self.step, self.seconds, self.history = (saved[k] for k in ("count", "step", "seconds", "history"))
 
 class Alone:
     """The processes that train one network together: this one. cli.py has those of torchrun."""
@@ -679,36 +758,41 @@ class Alone:
 class Stopped(Exception):
     """Training was asked to stop and has written its checkpoint."""
 
-def train(nets, sample, residuals, steps, *, lr=1e-3, optimizer="adam", optimizer_options=None, weights=None,
-          weighting="fixed", causal=None, pseudo_time=False, constants=None, evaluate=None, seeds=None, compile=False,
-          save=None, stop=None, processes=Alone):
+def train(nets, sample, residuals, steps, *, lr=None, optimizer="adam", optimizer_options=None, weights=None,
+          weighting="fixed", causal=None, pseudo_time=False, constants=None, evaluate=None, callback=None, keep=None,
+          seeds=None, compile=False, save=None, stop=None, processes=Alone):
     """Train one network, or several at once (one per seed), and return the history: a list of rows.
 
     sample(generator) -> batch, a dict of tensors [B, ...], drawn anew every step.
-    residuals(net, batch) -> {name: r [B]}, never squares; the loss is the sum over names of weight * mean(r^2).
-    lr: a number, or a function of the step such as Schedule(1e-3, warmup=500, decay=0.9, every=1000).
-    optimizer: "adam", "soap" (package pytorch-optimizer), or "ng", natural gradient, for one float64 network, where lr
-        is the longest step, 1 at the start. optimizer_options go to it; those of ng are damping and momentum.
+    residuals(net, batch) -> {name: r [B]}, never squares; the loss is the sum over names of weight * mean(r^2). Every
+        parameter of the module is trained, also one that is not of a layer, say an unknown coefficient net.k.
+    lr: a number (1e-3), or a function of the step such as Schedule(1e-3, warmup=500, decay=0.9, every=1000).
+    optimizer: "adam", "soap" (package pytorch-optimizer), "ng", natural gradient, for one float64 network, where lr is
+        the longest step, 1 at the start; or your own, params -> torch.optim.Optimizer, whose rate stays unless there
+        is an lr. optimizer_options go to it; those of ng are damping and momentum.
     weighting: "fixed" keeps `weights` ({name: w}, default 1); "grad_norm" and "ntk" rebalance them.
     causal: {"terms": [names], "tol": 1.0, "chunks": 32} weights these terms by time; their rows are sorted by it.
     pseudo_time: for a residual given as a pair (r, q) minimise r + lam (q - q now), a step of size 1 / lam of implicit
         Euler for q_t = -r. It leaves the loss alone and changes its gradient. Without it q is ignored.
     constants(step) -> {name: number} joins the batch, say the viscosity of a curriculum.
-    evaluate(net) -> {name: number} joins the history, about 100 times a run.
+    evaluate(net) -> {name: number} joins the history, about 100 times a run. callback(step, row) is given every row.
+    keep: a column of the history, say "loss" or "rel_l2"; the networks end as they were in its lowest row.
     nets: several train as one, stacked and vmapped, each with its own draws and weights (`seeds`); they hold the
         trained parameters at the end. compile: True, or options for torch.compile.
-    save: Save("runs/mine"). stop() -> bool is asked after every step; if true, saves and raises Stopped."""
+    save: Save("runs/mine"). stop() -> bool is asked after every step; if true, train() saves and raises Stopped, or
+        without save returns the history."""
     nets = list(nets) if isinstance(nets, (list, tuple)) else [nets]
     seeds = list(range(len(nets))) if seeds is None else list(seeds)
-    rate = lr if callable(lr) else Schedule(lr)
+    rate = lr if callable(lr) else Schedule(1e-3 if lr is None else lr)
     check_choices(nets, optimizer, weighting, compile, processes)
+    files = None if save is None else _kernel("checkpoint", "save: writing checkpoints")
     problem = Problem(nets, residuals, causal, processes)
-    saved = load_checkpoint(save, problem, steps) if save is not None and save.resume else None
+    saved = files.load_checkpoint(save, problem, steps) if save is not None and save.resume else None
     opt = make_optimizer(optimizer, problem, rate(0), optimizer_options or {})
     draws = [torch.Generator(problem.device).manual_seed(1000003 * s + 1 + 7919 * processes.number) for s in seeds]
     state = State(problem.values, problem.buffers, opt, draws)
     if saved is not None:
-        state.unpack(saved, processes.number)
+        files.unpack(state, saved, processes.number)
     batch = None if saved else first_batch(problem, state, sample, constants, weights or {}, pseudo_time)
     gradient = gradient_of(problem, opt, compile)
     every, rebalance = max(1, steps // 100), max(1, min(1000, steps // 20))
@@ -716,32 +800,37 @@ def train(nets, sample, residuals, steps, *, lr=1e-3, optimizer="adam", optimize
     while state.step <= steps:
         batch = draw(problem, state, sample, constants) if batch is None else batch
         if weighting != "fixed" and state.step % rebalance == 0:
-            new = balanced(gradient_sizes(weighting, problem, batch, draws))
-            state.weights = {k: 0.9 * state.weights[k] + 0.1 * new[k] for k in new}
+            state.weights = _kernel("weights", "weighting").rebalanced(weighting, problem, state, batch)
         for group in opt.param_groups:
-            group["lr"] = rate(state.step)
+            group["lr"] = rate(state.step) if lr is not None or not callable(optimizer) else group["lr"]
         losses = gradient(problem, opt, batch, state.weights)
         state.sums = {k: state.sums[k] + v if state.sums else v for k, v in losses.items()}
         state.count += 1
+        if processes.count == 1 and problem.device.type == "cpu":  # elsewhere looking costs: with the next row
+            check_finite(state.step, losses)
         if state.step % every == 0 or state.step == steps:
-            state.history += rows_of(problem, state, seeds, batch, weighting, evaluate, clock.seconds())
-            state.sums, state.count = {}, 0
-            if save is not None and processes.number == 0:
-                write_rows(Path(save.folder) / "history.csv", state.history)
-        check_losses(problem, state, losses)
+            rows = rows_of(problem, state, seeds, batch, weighting, evaluate, clock.seconds())
+            record(state, rows, keep, callback, save, processes)
         if state.step < steps:
             take_step(problem, state, batch)
         batch, state.step = None, state.step + 1
         clock.report(state)
-        if save_or_stop(state, steps, save, clock, stop is not None and stop(), processes):
+        stopping = stopped(stop, state.step, processes) and state.step <= steps
+        if save is not None:
+            files.save_if_due(state, save, clock, stopping or state.step > steps, processes)
+        if stopping:
+            if save is None:
+                break
             raise Stopped(f"stopped after step {state.step - 1} of {steps}")
+    for name, tensor in (problem.values | problem.buffers if keep else {}).items():
+        tensor.copy_(state.best[name])
     return state.history
 
 def check_choices(nets, optimizer, weighting, compile, processes):
     """What train() refuses before anything is drawn, moved or written."""
     for name, value, known in (("optimizer", optimizer, ("adam", "soap", "ng")),
                                ("weighting", weighting, ("fixed", "grad_norm", "ntk"))):
-        if value not in known:
+        if value not in known and not (name == "optimizer" and callable(value)):
             raise Refused(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
     if optimizer in ("soap", "ng") and len(nets) > 1:
         raise Refused(f"seeds, optimizer: {optimizer} trains one network at a time; use one seed, or adam")
@@ -752,19 +841,28 @@ def check_choices(nets, optimizer, weighting, compile, processes):
 
 def make_optimizer(name, problem, lr, options):
     params = list(problem.params.values())
+    if callable(name):
+        return name(params, **options)
     if name == "adam":
         return torch.optim.Adam(params, lr, **dict(fused=True) | options)
+    if name == "ng":
+        ng = _kernel("natural_gradient", "optimizer: ng")
+        return ng.NaturalGradient(problem.nets[0], problem.stepped, lr, **options)
     try:
-        if name == "ng":
-            from kernels.natural_gradient import NaturalGradient
-
-            return NaturalGradient(problem.nets[0], problem.stepped, lr, **options)
         from pytorch_optimizer import SOAP
     except ImportError:
-        missing = ("optimizer: ng is kernels/natural_gradient.py; copy the folder kernels/ beside common.py"
-                   if name == "ng" else "optimizer: soap is in a package of its own; pip install pytorch-optimizer")
-        raise Refused(missing) from None
+        raise Refused("optimizer: soap is in a package of its own; pip install pytorch-optimizer") from None
     return SOAP(params, lr, **dict(betas=(0.9, 0.999), weight_decay=0.0, precondition_frequency=10) | options)
+
+class Bound(nn.Module):
+    """f(net, batch) as a module, so that functional_call() puts parameters wherever f looks for them in net."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, f, batch):
+        return f(self.net, batch)
 
 class Problem:
     """What is minimised. S networks as one: `params` and `buffers` {name: tensor}, stacked [S, ...] where S > 1 (the
@@ -772,6 +870,9 @@ class Problem:
 
     def __init__(self, nets, residuals, causal=None, processes=Alone):
         self.nets, self.of_one, self.causal, self.processes = nets, residuals, causal, processes
+        self.bound, self.vmapped, self.sent = Bound(nets[0]), len(nets) > 1, {}
+        self.own_grad = False  # whether the residuals call torch.autograd.grad
+        self.by_time = _kernel("weights", "causal: weighting by time").causal_weights if causal else None
         params, self.buffers = dict(nets[0].named_parameters()), dict(nets[0].named_buffers())
         if len(nets) > 1:
             params, self.buffers = torch.func.stack_module_state(nets)
@@ -781,25 +882,53 @@ class Problem:
         self.params = {name: p for name, p in params.items() if p.requires_grad}
         self.buffers |= {name: p.detach() for name, p in params.items() if not p.requires_grad}
         self.values = {name: p.detach() for name, p in self.params.items()}  # the same memory, without autograd
+        if not self.values:
+            raise Refused("nets: no parameter of them requires a gradient; unfreeze some")
         self.device = next(iter(self.values.values())).device
         self.eager = contextlib.nullcontext  # a context in which nothing is compiled
 
     def over_members(self, f, params, batch):
         """f(net, batch) -> {name: [B]}, or pairs of these, for every network: {name: [S, B]}."""
-        net = self.nets[0]
-        call = lambda p: lambda x: torch.func.functional_call(net, p, (x,))
+        named = lambda p: {f"net.{k}": v for k, v in p.items()}
+        call = lambda p, batch: torch.func.functional_call(self.bound, named(p), (f, batch))
+        of = lambda s, tensors: {k: v[s] for k, v in tensors.items()}
+        if self.vmapped:
+            try:
+                return torch.func.vmap(call, randomness="different")(params | self.buffers, batch)
+            except RuntimeError:
+                print("train: vmap does not take these residuals; the networks take turns, slowly", flush=True)
+                self.vmapped = False
         if len(self.nets) > 1:
-            return torch.func.vmap(lambda p, b, batch: f(call(p | b), batch))(params, self.buffers, batch)
-        add = lambda v: tuple(map(add, v)) if isinstance(v, tuple) else v.unsqueeze(0)
-        return {k: add(v) for k, v in f(net if params is self.params else call(params), batch).items()}
+            members = [call(of(s, params | self.buffers), of(s, batch)) for s in range(len(self.nets))]
+        else:
+            members = [f(self.nets[0], batch) if params is self.params else call(params, batch)]
+        stack = lambda parts: tuple(map(stack, zip(*parts))) if isinstance(parts[0], tuple) else torch.stack(parts)
+        return {k: stack([one[k] for one in members]) for k in members[0]}
+
+    def look(self, f, batch):
+        """f for the networks as they are, detached, and without a graph but for residuals that look into it."""
+        try:
+            with torch.set_grad_enabled(self.own_grad), self.eager():
+                out = self.over_members(f, self.params, batch)
+        except RuntimeError:
+            if self.own_grad:
+                raise
+            self.own_grad = True
+            return self.look(f, batch)
+        detach = lambda v: tuple(map(detach, v)) if isinstance(v, tuple) else v.detach()
+        return {k: detach(v) for k, v in out.items()}
+
+    def terms(self, net, batch):
+        """{name: (r, q) or (r,)} of one network, each [B]."""
+        flat = lambda v: v.squeeze(1) if v.dim() == 2 else v  # from [B, 1]
+        return {k: tuple(map(flat, v if isinstance(v, tuple) else (v,))) for k, v in self.of_one(net, batch).items()}
 
     def stepped(self, net, batch):
         """Residuals of one network, with r + lam (q - q now) for pairs (r, q) where the batch has a lam for them."""
         out = {}
-        for k, v in self.of_one(net, batch).items():
-            r, q = v if isinstance(v, tuple) else (v, None)
-            lam = None if q is None else batch.get(f"lam_{k}")
-            out[k] = r if lam is None else r + lam * (q - q.detach())
+        for k, (r, *q) in self.terms(net, batch).items():
+            lam = batch.get(f"lam_{k}")
+            out[k] = r if lam is None or not q else r + lam * (q[0] - q[0].detach())
         return out
 
     def residuals(self, params, batch):
@@ -807,12 +936,10 @@ class Problem:
 
     def pairs(self, batch):
         """Those residuals that are pairs (r, q)."""
-        only = lambda net, batch: {k: v for k, v in self.of_one(net, batch).items() if isinstance(v, tuple)}
-        with torch.no_grad(), self.eager():
-            return self.over_members(only, self.params, batch)
+        return self.look(lambda net, b: {k: v for k, v in self.terms(net, b).items() if len(v) == 2}, batch)
 
     def causality(self, r):
-        return causal_weights(r, **self.causal, average=self.processes.average) if self.causal else {}
+        return self.by_time(r, **self.causal, average=self.processes.average) if self.causal else {}
 
     def objective(self, params, batch, w):
         """The loss of all networks together, and {name: mean(r^2) [S]}."""
@@ -828,6 +955,8 @@ def gradient_of(problem, opt, compile):
         return lambda problem, opt, batch, w: opt.natural_gradient(problem, batch, w)
     if not compile:
         return gradient_by_autograd
+    if problem.own_grad:
+        raise Refused("compile: residuals that call torch.autograd.grad do not compile; use jet(), or no compile")
     options = dict(dynamic=False) | (compile if isinstance(compile, dict) else {})
     problem.eager = lambda: torch.compiler.set_stance("force_eager")
     if problem.processes.count > 1:  # whose averages interrupt a compiled function
@@ -842,7 +971,7 @@ def gradient_by_autograd(problem, opt, batch, w):
     total, losses = problem.objective(problem.params, batch, w)
     total.backward()
     problem.processes.average_gradients(problem.params.values())
-    return {k: problem.processes.average(v.detach()) for k, v in losses.items()}
+    return {k: v.detach() for k, v in losses.items()}
 
 def compiled_gradient(problem, opt, batch, w):
     """Value and gradient in one compiled function."""
@@ -854,7 +983,11 @@ def compiled_gradient(problem, opt, batch, w):
 # The parts of a step, in their order.
 def draw(problem, state, sample, constants):
     """The batches of all networks, stacked where they are several, with the constants of the step and lam in them."""
-    numbers = {k: torch.tensor(v, device=problem.device) for k, v in constants(state.step).items()} if constants else {}
+    numbers, sent = constants(state.step) if constants else {}, problem.sent
+    for k, v in numbers.items():
+        if k not in sent or sent[k][0] != v:  # each sending makes a GPU wait
+            sent[k] = v, torch.tensor(v, device=problem.device)
+    numbers = {k: sent[k][1] for k in numbers}
     lam = lambda s: {f"lam_{k}": v[s] for k, v in state.lam.items()}
     batches = [sample(g) | numbers | lam(s) for s, g in enumerate(state.generators)]
     return batches[0] if len(batches) == 1 else {k: torch.stack([b[k] for b in batches]) for k in batches[0]}
@@ -863,8 +996,7 @@ def first_batch(problem, state, sample, constants, weights, pseudo_time):
     """The batch of step 0, which tells the names of the residuals: initial weights and lam. With pseudo-time that step
     wants another one, with lam in it: None."""
     batch = draw(problem, state, sample, constants)
-    with torch.no_grad():
-        r = problem.residuals(problem.params, batch)
+    r = problem.look(problem.stepped, batch)
     for k in r:
         if r[k].dim() != 2:
             raise Refused(f"residuals: {k!r} is {list(r[k].shape[1:])}; one number per point is wanted, [B]")
@@ -877,52 +1009,15 @@ def first_batch(problem, state, sample, constants, weights, pseudo_time):
     state.lam = {k: torch.ones_like(state.weights[k]) for k in pairs}
     return None if pseudo_time else batch
 
-def causal_weights(r, terms, tol=1.0, chunks=32, average=Alone.average):
-    """w_i = exp(-tol sum_{j<i} L_j), L_j the mean square of time chunk j, the smallest over `terms`; constants for the
-    gradient. {name: [S, B]}; rows sorted by time, B a multiple of chunks."""
-    weight = None
-    for k in terms:
-        S, B = r[k].shape
-        if B % chunks:
-            raise Refused(f"batch: {B} points do not split into {chunks} causal chunks; use multiples of {chunks}")
-        L = average(r[k].detach().square().reshape(S, chunks, -1).mean(2))  # [S, chunks]
-        w_k = torch.exp(-tol * (L.cumsum(1) - L))
-        weight = w_k if weight is None else torch.minimum(weight, w_k)
-    return {k: weight.repeat_interleave(r[k].shape[1] // chunks, 1) for k in terms}
-
-def gradient_sizes(scheme, problem, batch, generators):
-    """{name: [S]}. "grad_norm": norm of the gradient of the term's loss (Wang, Teng, Perdikaris 2021). "ntk": mean over
-    its points of |d r_i / d theta|^2 (Wang, Yu, Perdikaris 2022), estimated without bias and without per-point
-    Jacobians by |grad sum_i v_i r_i|^2 / B with random signs v."""
-    with problem.eager():
-        r, params, sizes = problem.residuals(problem.params, batch), list(problem.params.values()), {}
-    c, many = problem.causality(r), problem.processes.count
-    for k in r:
-        scaled = r[k] * c[k].sqrt() if k in c else r[k]  # [S, B]
-        S, B = scaled.shape
-        if scheme == "grad_norm":
-            target = scaled.square().mean(1).sum()
-        else:
-            v = torch.stack([torch.randint(0, 2, (B,), generator=g, device=g.device) for g in generators])
-            target = ((2 * v - 1) * scaled).sum() / math.sqrt(B / many)  # signed sums add up over processes
-        grads = torch.autograd.grad(target, params, retain_graph=True, allow_unused=True)
-        square = sum(problem.processes.average(d).square().reshape(S, -1).sum(1) for d in grads if d is not None)
-        sizes[k] = square.sqrt() if scheme == "grad_norm" else square
-    return sizes
-
-def balanced(sizes):
-    """Weights that make weight * size equal for all terms, normalised as in jaxpi: mean(sizes) / size."""
-    mean = sum(sizes.values()) / len(sizes)
-    return {k: mean / (v + 1e-12 * mean) for k, v in sizes.items()}
-
 @torch.no_grad()
 def rows_of(problem, state, seeds, batch, weighting, evaluate, seconds):
     """A row of the history for every network."""
-    rows = []
+    rows, sums = [], {k: problem.processes.average(v) for k, v in state.sums.items()}
+    check_finite(state.step, sums)
+    c = problem.causality(problem.look(problem.stepped, batch)) if problem.causal else {}
     with problem.eager():
-        c = problem.causality(problem.residuals(problem.params, batch)) if problem.causal else {}
         for s, net in enumerate(problem.nets):
-            means = {k: v[s].item() / state.count for k, v in state.sums.items()}
+            means = {k: v[s].item() / state.count for k, v in sums.items()}
             loss = sum(state.weights[k][s].item() * m for k, m in means.items())
             row = {"step": state.step, "seed": seeds[s], "loss": loss}
             row |= {f"loss_{k}": m for k, m in means.items()}
@@ -945,107 +1040,58 @@ def take_step(problem, state, batch):
         r, q = (problem.processes.average((new - old).square().mean(1)) for new, old in zip(after[k], before[k]))  # [S]
         state.lam[k] = 0.9 * state.lam[k] + 0.1 * (r / q.clamp(min=1e-30)).sqrt().clamp(0.01, 100.0)
 
-def check_losses(problem, state, losses):
-    """Finite, and where a row has just been written not far above its best."""
-    recorded = state.count == 0
-    if recorded or problem.device.type == "cpu":  # elsewhere looking costs a synchronisation
-        if bad := [k for k, v in losses.items() if not v.isfinite().all()]:
-            raise FloatingPointError(f"the loss of {', '.join(bad)} is not finite at step {state.step}; try a smaller "
-                                     "lr, a smaller gamma, or float64")
-    members = len(problem.nets)
-    for i, last in enumerate(state.history[-members:] if recorded else []):
-        best = min(row["loss"] for row in state.history[i::members])
-        if last["loss"] > DIVERGED * best:
-            term = max((k for k in last if k.startswith("loss_")), key=last.get)[5:]
-            raise FloatingPointError(f"the loss has diverged: {last['loss']:.1e} at step {last['step']}, most of it "
+def check_finite(step, losses):
+    if bad := [k for k, v in losses.items() if not v.isfinite().all()]:
+        raise FloatingPointError(f"the loss of {', '.join(bad)} is not finite at step {step}; try a smaller lr, a "
+                                 "smaller gamma, or float64")
+
+def record(state, rows, keep, callback, save, processes):
+    """Append a row per network to the history; copy the networks whose row is the lowest in the column `keep`, refuse a
+    loss far above its best."""
+    if keep is not None and keep not in rows[0]:
+        raise Refused(f"keep: {keep!r} is no column of the history; there are {', '.join(rows[0])}")
+    members, tensors = len(rows), state.params | state.buffers if keep else {}
+    state.history, state.sums, state.count = state.history + rows, {}, 0
+    state.best = state.best or {k: v.clone() for k, v in tensors.items()}
+    if save is not None and processes.number == 0:
+        write_rows(Path(save.folder) / "history.csv", state.history)
+    for s, row in enumerate(rows):
+        if callback is not None and processes.number == 0:
+            callback(state.step, row)
+        mine, of = state.history[s::members], lambda v: v[s] if members > 1 else v
+        if keep is not None and row[keep] == min(r[keep] for r in mine):
+            for k, v in tensors.items():
+                of(state.best[k]).copy_(of(v))
+        best = min(r["loss"] for r in mine)
+        if row["loss"] > DIVERGED * best:
+            term = max((k for k in row if k.startswith("loss_")), key=row.get)[5:]
+            raise FloatingPointError(f"the loss has diverged: {row['loss']:.1e} at step {row['step']}, most of it "
                                      f"{term}, after {best:.1e}; try a smaller lr or a smaller gamma")
 
 class Clock:
-    """Seconds of training, and a line after 20 of them, then every two minutes: step, last row, time left."""
+    """Seconds of training, and, from the tenth on, a line at every tenth of the run and every two minutes."""
 
     def __init__(self, state, steps):
         self.before, self.first, self.steps = state.seconds, state.step, steps
         self.start = self.saved = self.told = time.perf_counter()
+        self.tenth = 0
 
     def seconds(self):
         return self.before + time.perf_counter() - self.start
 
     def report(self, state):
-        now = time.perf_counter()
-        if state.step <= self.steps and now - self.told > (20 if self.told == self.start else 120):
-            self.told, row = now, state.history[-1]
+        now, tenth = time.perf_counter(), 10 * state.step // max(1, self.steps)
+        if state.step <= self.steps and now - self.start > 10 and (tenth > self.tenth or now - self.told > 120):
+            self.told, self.tenth, row = now, tenth, state.history[-1]
             shown = [f"{k} {row[k]:.3g}" for k in ("loss", "rel_l2", "eps_rank", "damping", "eta") if k in row]
             left = (now - self.start) / (state.step - self.first) * (self.steps - state.step)
-            print(f"step {state.step} of {self.steps}: {', '.join(shown)}, {left / 60:.0f} min to go", flush=True)
+            left = f"{left / 60:.0f} min" if left > 99 else f"{left:.0f} s"
+            print(f"step {state.step} of {self.steps}: {', '.join(shown)}, {left} to go", flush=True)
 
-def save_or_stop(state, steps, save, clock, stopping, processes):
-    """Write the checkpoint where one is due; -> whether to stop here. Processes agree, every tenth step."""
-    end = state.step > steps
-    due = save is not None and time.perf_counter() - clock.saved > save.seconds
-    if processes.count > 1:
-        votes = processes.gather((due, stopping)) if state.step % 10 == 0 else [(False, False)]
-        due, stopping = (any(votes) for votes in zip(*votes))
-    due = due or end or stopping or save is not None and save.steps and state.step % save.steps == 0
-    if save is not None and due:
-        state.seconds = clock.seconds()
-        packed = state.pack(processes)
-        if processes.number == 0:
-            save_checkpoint(Path(save.folder) / "checkpoint.pt", packed | {"config": save.config})
-        clock.saved = time.perf_counter()
-    return stopping and not end
-
-# Files: whole at every moment, whatever happens to the process.
-def save_checkpoint(path, state):
-    """Write the checkpoint; the one before stays as checkpoint_previous.pt. At no moment is there none of the name."""
-    buffer = io.BytesIO()  # so that a full disk is an OSError
-    torch.save(state, buffer)
-
-    def write(tmp):
-        tmp.write_bytes(buffer.getvalue())
-        if path.exists():
-            try:
-                atomically(previous(path), lambda link: os.link(path, link))  # a second name, not a move
-            except Refused:  # a file system without hard links: a kill before the next rename leaves the previous one
-                os.replace(path, previous(path))
-
-    atomically(path, write)
-
-def previous(path):
-    return path.with_name(f"{path.stem}_previous{path.suffix}")
-
-def read_checkpoint(folder):
-    """What checkpoint.pt holds, or where that cannot be read the one before."""
-    path = Path(folder) / "checkpoint.pt"
-    if not (path.exists() or previous(path).exists()):
-        raise Refused(f"resume: there is no checkpoint {path}; train without resume first")
-    errors = []
-    for file in (path, previous(path)):
-        try:
-            saved = torch.load(file, weights_only=True, map_location="cpu")
-            if missing := {"config", *State.__dataclass_fields__} - set(saved):
-                raise KeyError(*missing)
-            break
-        except Exception as e:
-            errors.append(f"{file} cannot be read ({type(e).__name__})")
-    else:
-        raise Refused(f"resume: {errors[0]}; train without resume")
-    if errors:
-        print(f"{errors[0]}; continuing from {file.name}", flush=True)
-    return saved
-
-def load_checkpoint(save, problem, steps):
-    """That of save.folder, if it is of the same configuration and networks and not beyond `steps`."""
-    saved = read_checkpoint(save.folder)
-    found, config = saved["config"] or {}, save.config or {}
-    sizes = lambda *parts: {name: tuple(tensor.shape) for part in parts for name, tensor in part.items()}
-    if differs := [k for k in found | config if found.get(k) != config.get(k)]:
-        raise Refused(f"resume: {save.folder} is of another configuration ({', '.join(differs)} differ); "
-                      "use the same settings, or another folder")
-    if sizes(saved["params"], saved["buffers"]) != sizes(problem.values, problem.buffers):
-        raise Refused(f"resume: {save.folder} holds networks of other sizes; use the same, or another folder")
-    if saved["step"] > steps + 1:
-        raise Refused(f"steps: {save.folder} is at step {saved['step'] - 1} already; use as many at least")
-    return saved
+def stopped(stop, step, processes):
+    """Whether stop() says so, in any process; they agree every tenth step."""
+    stopping = stop is not None and stop()
+    return stopping if processes.count == 1 else step % 10 == 0 and any(processes.gather(stopping))
 
 def atomically(path, write):
     """write(temporary path), then rename: `path` is always whole, the old one or the new one."""

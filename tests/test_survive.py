@@ -17,6 +17,7 @@ from conftest import ROOT
 import cli
 import common
 from common import MLP, Refused, Save, train, uniform
+from kernels import checkpoint
 from kernels.process import answered, held
 
 DRIVER = """
@@ -175,7 +176,7 @@ def test_killed_between_the_renames(links, tmp_path, monkeypatch):
     replace, link = os.replace, os.link
 
     def look(*args):
-        seen.append(common.read_checkpoint(tmp_path)["step"])
+        seen.append(checkpoint.read_checkpoint(tmp_path)["step"])
         assert path.exists() or not links
         return args
 
@@ -183,14 +184,14 @@ def test_killed_between_the_renames(links, tmp_path, monkeypatch):
         raise OSError("no hard links here")
 
     whole = dict.fromkeys(["config", *common.State.__dataclass_fields__])
-    common.save_checkpoint(path, whole | {"step": 0})
+    checkpoint.save_checkpoint(path, whole | {"step": 0})
     monkeypatch.setattr(os, "replace", lambda *args: replace(*look(*args)))
     monkeypatch.setattr(os, "link", (lambda *args: link(*look(*args))) if links else no_link)
     for step in (1, 2):
-        common.save_checkpoint(path, whole | {"step": step})
+        checkpoint.save_checkpoint(path, whole | {"step": step})
     look()
     assert seen == ([0, 0, 0, 1, 1, 1, 2] if links else [0, 0, 1, 1, 2])
-    assert torch.load(common.previous(path))["step"] == 1
+    assert torch.load(checkpoint.previous(path))["step"] == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint.pt", "checkpoint_previous.pt"]
 
 

@@ -15,9 +15,9 @@ from conftest import ROOT
 
 import cli
 import common
-from common import (MLP, PirateNet, Problem, Save, Schedule, balanced, causal_weights, gradient_sizes, jet, sfli, train,
-                    uniform)
-from kernels import cpu
+from common import MLP, PirateNet, Problem, Save, Schedule, jet, sfli, train, uniform
+from kernels import checkpoint, cpu, weights
+from kernels.weights import balanced, causal_weights, gradient_sizes
 
 OMEGA = [(0.0, 1.0), (-1.0, 1.0)]
 
@@ -193,7 +193,7 @@ def test_checkpoints_of_other_runs_are_refused(tmp_path):
 
 def test_failing_write_keeps_the_last_checkpoint(tmp_path):
     path = tmp_path / "checkpoint.pt"
-    common.save_checkpoint(path, {"step": 1})
+    checkpoint.save_checkpoint(path, {"step": 1})
 
     def full_disk(tmp):
         tmp.write_bytes(b"half")
@@ -211,7 +211,7 @@ def test_divergence_names_the_step_and_the_term():
         return r | {"res": r["res"] * (float("nan") if count[0] > 9 else 1.0)}
 
     count = [0]
-    with pytest.raises(FloatingPointError, match=r"loss of res is not finite at step 8; try a smaller --lr"):
+    with pytest.raises(FloatingPointError, match=r"loss of res is not finite at step 8; try a smaller lr"):
         train(network(), sample, explode, 50)
 
 
