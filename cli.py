@@ -61,6 +61,7 @@ def parser(description, presets):
     flag("--steps", type=positive(int), help="training steps; the schedule is stretched with them")
     flag("--batch", type=positive(int), help="points per step")
     flag("--width", type=positive(int), help="neurons per hidden layer")
+    flag("--first", type=positive(int), help="neurons of the first layer of an MLP, where not --width")
     flag("--lr", type=positive(float), help="initial learning rate; with ng: the longest step")
     flag("--optimizer", choices=["adam", "soap", "ng"],
          help="soap needs the package pytorch-optimizer; ng is natural gradient (one seed, float64)")
@@ -113,7 +114,7 @@ def resolve_preset(args, presets):
     if args.preset == "auto":
         args.preset = "laptop" if args.device == "cpu" else "paper"
         print(f"preset {args.preset} (device {args.device}; choose with --preset {'|'.join(presets)})")
-    usual = dict(warmup=0, decay=1.0, decay_every=1000, dtype="float32", seeds=1, arch="mlp", fourier=None)
+    usual = dict(warmup=0, decay=1.0, decay_every=1000, dtype="float32", seeds=1, arch="mlp", fourier=None, first=None)
     preset = usual | presets[args.preset]
     of_ng, of_all = preset.pop("ng", {}), preset.pop("all", {})
     preset |= of_all if args.all else {}
@@ -164,7 +165,7 @@ class FourierFeatures(nn.Module):
 def network(args, omega, gamma=None, out=1, periods=None, rwf=None):
     """The network that the flags describe on the box omega, as a recipe that config.json keeps."""
     return {"omega": omega, "gamma": gamma, "out": out, "periods": periods, "rwf": rwf,
-            **{k: getattr(args, k) for k in ("arch", "layers", "width", "sfli", "C", "fourier")}}
+            **{k: getattr(args, k) for k in ("arch", "layers", "width", "first", "sfli", "C", "fourier")}}
 
 def build(recipe, generator=None):
     """The network of such a recipe; SFLI's draws come from `generator`, the others from torch's own."""
@@ -174,7 +175,8 @@ def build(recipe, generator=None):
         d, embed = d + len(r.periods), Periodic(d, {int(k): p for k, p in r.periods.items()})
     if r.fourier:
         d, embed = r.width, nn.Sequential(embed, FourierFeatures(d, r.width, r.fourier))
-    net = ARCHITECTURES[r.arch](d, r.width, r.layers, out=r.out, rwf=r.rwf, embed=embed)
+    wide = dict(first=r.first) if r.first else {}
+    net = ARCHITECTURES[r.arch](d, r.width, r.layers, out=r.out, rwf=r.rwf, embed=embed, **wide)
     return sfli(net, r.omega, r.sfli, r.gamma, r.C or 1.0, generator) if r.sfli else net
 
 def sfli_generator(seed):
@@ -211,7 +213,8 @@ def load(folder, seed=None, device="cpu"):
 def gamma_of(args, table, omega, points, measure, embed=None):
     """gamma for sfli(): --gamma, or None (Eq. (3.3)) where --C is given, or the paper's table. --gamma auto scans
     the Gaussian layer of the first seed at `points` and leaves the other kinds of --all to the table."""
-    if args.sfli and (args.C or args.gamma == "auto") and args.width < 2:
+    n = args.first or args.width
+    if args.sfli and (args.C or args.gamma == "auto") and n < 2:
         fail("--C, --gamma auto: Eq. (3.3) makes gamma zero for one neuron; widen with --width or give --gamma")
     if args.sfli is None or args.C:
         return None
@@ -223,7 +226,7 @@ def gamma_of(args, table, omega, points, measure, embed=None):
         return table[args.sfli]
     from kernels.gaussian_gram import scan_gamma
 
-    return scan_gamma(args.width, omega, points, args.eps, measure, embed, sfli_generator(args.seed))
+    return scan_gamma(n, omega, points, args.eps, measure, embed, sfli_generator(args.seed))
 
 # Runs -----------------------------------------------------------------------------------------------------------------
 
@@ -232,6 +235,8 @@ def configurations(args, choices, name, over=({},), second_order=False):
     `choices`; each of these for each of `over`. Refuses what no run of them can mean, and to lose earlier runs."""
     if (args.gamma or args.C) and not (args.sfli or args.all):
         fail("--gamma and --C shape the first layer of SFLI; add --sfli or --all")
+    if args.first and args.arch != "mlp":
+        fail("--first belongs to an MLP; the encoders of the other networks keep --width")
     if second_order and args.sfli == "hat":
         fail("--sfli hat: its second derivative is zero, this equation needs it; use gauss, tanh or cos")
     if args.fourier and (args.sfli or args.all):
@@ -316,10 +321,10 @@ def with_ranks(evaluate, args, points, measure):
 
     return measured
 
-def run(args, recipe, sample, residuals, evaluate, points, measure, paper=None, part="", **options):
-    """Train the network of `recipe` for args.seeds seeds in the run's folder (in `part` of it), write config.json,
-    history.csv, result.json and checkpoint.pt there, print the RESULT line; return the trained nets and the history.
-    evaluate(net) gives rel_l2 at least. `options` go to train()."""
+def run(args, recipe, sample, residuals, evaluate, points, measure, paper=None, part="", start=None, **options):
+    """Train the network of `recipe` for args.seeds seeds in the run's folder (in `part` of it), from the parameters of
+    `start` if given; write config.json, history.csv, result.json and checkpoint.pt there, print the RESULT line; return
+    the trained nets and the history. evaluate(net) gives rel_l2 at least. `options` go to train()."""
     folder, (process, processes) = run_folder(args) / part, world()
     seeds = list(range(args.seed, args.seed + args.seeds))
     split = processes > 1 and args.seeds > 1  # under torchrun: each process its own seeds, in a folder of its own
@@ -329,6 +334,8 @@ def run(args, recipe, sample, residuals, evaluate, points, measure, paper=None, 
     together = Together() if processes > 1 and not split else Alone
     with held(folder) as stop:
         nets = networks(recipe, mine, args.device)
+        if start is not None:
+            nets[0].load_state_dict(start.state_dict())
         flags = training(args, place, json.loads(json.dumps(settings)))
         if args.optimizer == "ng":
             check_size(args, nets[0], sample, residuals, options.get("constants"))

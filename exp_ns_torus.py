@@ -39,7 +39,7 @@ M = 32  # modes -M..M in either direction
 GAMMA = {"gauss": math.sqrt(1.5), "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 4.1
 # Table 6. steps is per window. It does not say how many initial points: as many as inside.
 PAPER = dict(steps=100_000, batch=4096, initial=4096, windows=5, arch="modified", layers=4, width=256, lr=1e-3,
-             decay=0.9, decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False, fade=None)
+             decay=0.9, decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False, warm=False, fade=None)
 PRESETS = {
     "paper": PAPER,
     "laptop": PAPER | dict(steps=9000, batch=1024, windows=40, arch="mlp", layers=4, width=64, lr=2e-2, warmup=100,
@@ -295,9 +295,10 @@ def name(args):
     return first if not args.ic else f"{first}-{Path(args.ic).stem}" + (f"-{args.seed}" if args.ic == "random" else "")
 
 
-def train_window(args, k, steps, initial, w, omega, points, gamma):
-    """Train the network of window k (from 0) from the modes `initial`. w [TIMES + 1, x, y] is the reference in the
-    window. -> history, errors of w at its TIMES, and the function predict(t, n)."""
+def train_window(args, k, steps, initial, w, omega, points, gamma, before):
+    """Train the network of window k (from 0) from the modes `initial`, starting with --warm from the network `before`.
+    w [TIMES + 1, x, y] is the reference in the window. -> network, history, errors of w at its TIMES, and the function
+    predict(t, n)."""
     length = T / args.windows
     known = derivatives_on_grid(initial if args.formulation == "psi" or not args.hard_ic else initial[:2],
                                 (2 if args.formulation == "psi" else 3) if args.hard_ic else 0)
@@ -318,11 +319,12 @@ def train_window(args, k, steps, initial, w, omega, points, gamma):
     terms = ["rw", "rp" if args.formulation == "psi" else "rc"]  # both share the smaller of their causal weights
     nets, history = run(a, network(args, omega, gamma, out=2, periods=PERIODS, rwf=args.rwf),
                         lambda g: draw(g, args, omega, known), residuals(args.formulation, args.hard_ic, 1 / length),
-                        evaluate, points, volume(omega), part=f"window{k + 1}",
+                        evaluate, points, volume(omega), part=f"window{k + 1}", start=before if args.warm else None,
                         weighting="grad_norm" if args.causal else "fixed",
                         causal=dict(terms=terms, tol=1.0, chunks=CHUNKS) if args.causal else None,
                         constants=lambda step: numbers)
-    return history, errors(nets[0]), lambda t, n: predict(nets[0], args, initial, scale, t, n).double().cpu().numpy()
+    predicted = lambda t, n: predict(nets[0], args, initial, scale, t, n).double().cpu().numpy()
+    return nets[0], history, errors(nets[0]), predicted
 
 
 def fit(args, w0):
@@ -336,12 +338,12 @@ def fit(args, w0):
     points = uniform(omega, 2500, torch.Generator().manual_seed(3)).to(args.device)  # for the eps-rank
     gamma = gamma_of(args, GAMMA, omega, points, volume(omega), Periodic(3, PERIODS))
     initial = stream(w0) if args.formulation == "psi" else velocity(w0)
-    rows, seconds, ranks = [{"t": 0.0, "rel_l2": 0.0}], 0.0, []
+    rows, seconds, ranks, net = [{"t": 0.0, "rel_l2": 0.0}], 0.0, [], None
     if world()[0] == 0:
         begin(run_folder(args), settings_of(args), args.resume)
     for k, steps in enumerate(steps_of(args)):
         inside = w[k * TIMES : (k + 1) * TIMES + 1]
-        history, errors, predicted = train_window(args, k, steps, initial, inside, omega, points, gamma)
+        net, history, errors, predicted = train_window(args, k, steps, initial, inside, omega, points, gamma, net)
         seconds += history[-1]["seconds"]
         ranks.append((history[0]["eps_rank"], history[-1]["eps_rank"]))
         rows += [{"t": t, "rel_l2": e} for t, e in zip(times[k * TIMES :], errors)]
@@ -397,6 +399,7 @@ def flags(cli):
     cli.add_argument("--initial", type=positive(int), help="points of the initial losses")
     cli.add_argument("--formulation", choices=["uv", "psi"],
                      help="network for u, v with third derivatives, or for psi, w with -Delta psi = w as a residual")
+    cli.add_argument("--warm", action=argparse.BooleanOptionalAction, help="start windows from the last network")
     cli.add_argument("--hard-ic", action=argparse.BooleanOptionalAction, help="exact initial values: q0 + t * network")
 
 

@@ -22,7 +22,7 @@ import exp_spectral_bias
 from kernels import cpu
 
 SCRIPTS = [exp_allen_cahn, exp_function_fit, exp_high_dim, exp_ldc, exp_ns_torus, exp_parabolic, exp_spectral_bias]
-SHARED = """--sfli --all --preset --steps --batch --width --lr --optimizer --damping --momentum --seed --seeds --gamma
+SHARED = """--sfli --all --preset --steps --batch --width --first --lr --optimizer --damping --momentum --seed --seeds --gamma
     --C --eps --device --dtype --compile --out --resume --overwrite --save-seconds --save-steps --no-plot""".split()
 
 
@@ -79,6 +79,7 @@ BAD = [
     ("--momentum 0.5 --optimizer soap", "--optimizer ng"),
     ("--sfli --width 1 --C 1", "--width"),
     ("--width 1000000", "--width"),
+    ("--first 0", "--first"),
     ("--batch 1000000000000", "--batch"),
 ]
 

@@ -252,6 +252,42 @@ def test_windows_as_in_jaxpi(formulation, second, tmp_path, monkeypatch):
         exp_ns_torus.main([*SMOKE, "--formulation", formulation, "--no-plot", "--out", str(tmp_path)])
 
 
+def test_warm_start_and_a_wide_first_layer(tmp_path):
+    """With --warm the second window starts where the first one ended, without it from its own draw; --first widens the
+    first layer alone, and gamma of --C follows from that width."""
+    line = "--sfli --C 1 --first 24 --layers 2 --arch mlp --formulation psi --hard-ic --preset smoke --no-plot --lr 1e-30"
+    first = {}
+    for flag in ("--warm", "--no-warm"):
+        exp_ns_torus.main([*line.split(), flag, "--seed", "5", "--out", str(tmp_path / flag)])
+        folder = tmp_path / flag / "ns_torus/sfli-gauss/seed5"
+        first[flag] = [torch.load(folder / f"window{k}/checkpoint.pt")["params"] for k in (1, 2)]
+    one, two = first["--warm"]
+    assert all(torch.allclose(one[k], two[k], atol=1e-20) for k in one)  # at this rate nothing moves
+    assert one["first.weight"].shape == (24, 5) and one["blocks.0.0.weight"].shape == (8, 24)
+    gamma = (24 ** (1 / 3) - 1) / (4 * math.pi**2) ** (1 / 3)
+    assert torch.allclose(one["first.weight"], torch.tensor(gamma))
+    assert torch.equal(one["out.weight"], first["--no-warm"][0]["out.weight"])
+
+
+def test_warm_starts_follow_the_last_window(tmp_path, monkeypatch):
+    """What the second window starts from is the trained network of the first, also after --resume."""
+    starts = []
+    plain = exp_ns_torus.run
+
+    def run(*args, start=None, **options):
+        starts.append(None if start is None else [p.clone() for p in start.parameters()])
+        return plain(*args, start=start, **options)
+
+    monkeypatch.setattr(exp_ns_torus, "run", run)
+    line = "--sfli --arch mlp --formulation psi --hard-ic --warm --preset smoke --no-plot --out".split()
+    exp_ns_torus.main([*line, str(tmp_path)])
+    exp_ns_torus.main([*line, str(tmp_path), "--resume"])
+    end = torch.load(tmp_path / "ns_torus/sfli-gauss/seed0/window1/checkpoint.pt")["params"].values()
+    assert starts[0] is None and starts[2] is None
+    for start in (starts[1], starts[3]):
+        assert all(torch.equal(a, b) for a, b in zip(start, end, strict=True))
+
+
 def test_steps_fade_over_the_windows(tmp_path):
     """--steps on average, a factor e less after --fade; the schedule of each window stretches with its own steps."""
     line = "--windows 4 --steps 8 --fade 2.5 --preset smoke --no-plot --formulation psi --hard-ic".split()
