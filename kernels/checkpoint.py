@@ -37,7 +37,7 @@ def unpack(state, saved, process):
 
 
 def save_if_due(state, save, clock, now, processes):
-    """Write the checkpoint: now, or after save.seconds or save.steps; processes agree on the former every tenth step."""
+    """Write the checkpoint: now, or after save.seconds or save.steps; on seconds processes agree every tenth step."""
     late = time.perf_counter() - clock.saved > save.seconds
     if processes.count > 1:
         late = state.step % 10 == 0 and any(processes.gather(late))

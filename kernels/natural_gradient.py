@@ -2,12 +2,11 @@
 
 common.train(optimizer="ng") takes it from here, so copy this folder beside common.py if you want it in your project.
 """
-import contextlib
 import math
 
 import torch
 
-from common import Jet, Refused
+from common import Bound, Jet, Refused
 
 NG_BYTES = 4e9  # limit for J and its Gram matrix
 
@@ -28,7 +27,7 @@ class NaturalGradient:
         if not 0 < damping < math.inf or not 0 <= momentum < 1:
             raise Refused(f"damping, momentum: 0 < damping and 0 <= momentum < 1 are wanted, got {damping:g}, "
                           f"{momentum:g}")
-        self.net, self.residuals, self.params = net, residuals, list(net.parameters())
+        self.net, self.residuals, self.params = net, residuals, trained(net)
         if any(p.dtype != torch.float64 for p in self.params):
             raise Refused("dtype: natural gradient computes in float64; use that, net.double() in your own code")
         self.momentum, self.param_groups = momentum, [{"lr": lr}]
@@ -115,23 +114,38 @@ class NaturalGradient:
             return check(sum(len(v) for v in self.residuals(self.net, batch).values()))
 
     def choose_jacobian(self, batch):
-        """Buffer for J and the way to fill it: jacobian() where v^T J is the gradient of v . r for a random v, else
-        torch.func, many times slower, for modules whose parameters do not enter through linear or lerp."""
+        """Buffer for J and the way to fill it: jacobian() where it is right, else torch.func, many times slower, for
+        residuals that mix samples and modules whose parameters enter otherwise than through linear or lerp."""
         R, P = self.size(batch)
         print(f"natural gradient: J {R} x {P} in float64, {8e-6 * R * P:.0f} MB", flush=True)
         J = torch.empty(R, P, dtype=torch.float64, device=self.params[0].device)
-        with contextlib.suppress(NotImplementedError):
-            g = torch.Generator(J.device).manual_seed(0)
-            r = self.residuals(self.net, batch)
-            v = {k: torch.rand(len(r[k]), generator=g, dtype=J.dtype, device=J.device) for k in r}
-            jacobian(self.residuals, self.net, batch, lambda r: v, J)
-            total = sum((v[k] * r[k]).sum() for k in r)
-            grads = torch.autograd.grad(total, self.params, allow_unused=True, materialize_grads=True)
-            difference = J.sum(0) - torch.cat([g.flatten() for g in grads])
-            if not difference.norm() > 1e-9 * math.sqrt(R) * J.norm():  # rounding; nan is for direction() to report
+        try:
+            plain = lambda r: {k: torch.ones_like(v) for k, v in r.items()}
+            if self.is_right(jacobian(self.residuals, self.net, batch, plain, J)[2], batch):
                 return J, jacobian
-        print("natural gradient: a module that jacobian() does not know; torch.func takes over, slowly", flush=True)
+            why = "it would be wrong here"
+        except Exception as e:
+            why = f"{type(e).__name__}: {e}"
+        print(f"natural gradient: torch.func takes over from jacobian(), slowly ({why})", flush=True)
         return None, jacobian_by_func
+
+    def is_right(self, J, batch):
+        """Whether v^T J is the gradient of v . r and J z the derivative along z, for random v and z: the columns and
+        the rows of J. The latter is the gradient of z . (v^T J) with respect to v, whatever v is."""
+        g = torch.Generator(J.device).manual_seed(0)
+        v, z = (torch.randn(n, generator=g, dtype=J.dtype, device=J.device) for n in J.shape)
+        v.requires_grad_()
+        r = torch.cat(list(self.residuals(self.net, batch).values()))
+        grads = torch.autograd.grad(r, self.params, v, create_graph=True, allow_unused=True, materialize_grads=True)
+        vJ = torch.cat([d.flatten() for d in grads])
+        (Jz,) = torch.autograd.grad(vJ, v, z)
+        rounding = lambda n: 1e-9 * math.sqrt(n) * J.norm()
+        wrong = (v @ J - vJ).norm() > rounding(len(v)) or (J @ z - Jz).norm() > rounding(len(z))
+        return not wrong  # nan is for direction() to report
+
+
+def trained(net):
+    return [p for p in net.parameters() if p.requires_grad]
 
 
 def row_factors(problem, r, w):
@@ -174,8 +188,10 @@ class Tape(torch.overrides.TorchFunctionMode):
         if name == "linear":
             a, W, b = [*args, *(kwargs or {}).values(), None][:3]
         else:
-            (y, h, W), b = args, None
+            (y, h, W), b = [*args, *(kwargs or {}).values()], None
             a = h - y
+        if not any(isinstance(p, torch.Tensor) and p.requires_grad for p in (W, b)):  # a fixed map
+            return out
         channels = lambda a: a.channels if isinstance(a, Jet) else [a]
         self.records.append((channels(a), W, b, channels(out)))
         return out
@@ -203,22 +219,24 @@ def jacobian(residuals, net, batch, scale, J):
 
     Every residual depends on its own sample alone, so one backward pass of sum r gives, at the output of each linear
     map, the gradients of all samples side by side; with the map's input they make the rows of J, summed over the
-    channels of a jet. One backward pass per name."""
-    params = list(net.parameters())
+    channels of a jet. One backward pass per name. Coefficients beside the network, say of an inverse problem, have
+    their columns apart."""
+    params = trained(net)
     with Tape() as tape:
         r = residuals(net, batch)
     with torch.no_grad():
         factor = scale({k: v.detach() for k, v in r.items()})
         R, P = sum(len(v) for v in r.values()), sum(p.numel() for p in params)
         J = J if J is not None and J.shape == (R, P) else params[0].new_empty(R, P)
-        outputs = [c for *_, out in tape.records for c in out if c is not None]
-        row = 0
+        moves = lambda c: c is not None and c.requires_grad
+        outputs = [c for *_, out in tape.records for c in out if moves(c)]
+        row, written = 0, set()
         for k, v in r.items():
             grads = iter(torch.autograd.grad(v, outputs, factor[k], retain_graph=True, allow_unused=True))
             rows = Rows(J[row : row + len(v)], params)
             row += len(v)
             for a, W, b, out in tape.records:
-                delta = [None if c is None else next(grads) for c in out]
+                delta = [next(grads) if moves(c) else None for c in out]
                 used = [(d, c) for d, c in zip(delta, a) if d is not None]
                 used = [(e, f) for d, c in used for e, f in (zip(d, c) if d.dim() > 2 else [(d, c)])]  # groups apart
                 if W.dim() not in (0, 2) or any(d.dim() != 2 or len(d) != len(v) for d, _ in used):
@@ -226,7 +244,25 @@ def jacobian(residuals, net, batch, scale, J):
                 if used:
                     lerp_rows(rows, W, used) if W.dim() == 0 else linear_rows(rows, W, b, used, delta[0], params)
             rows.finish()
+            written |= rows.written
+        loose_columns(r, factor, params, written, J)
     return {k: v.detach() for k, v in r.items()}, factor, J
+
+
+@torch.enable_grad()
+def loose_columns(r, factor, params, written, J):
+    """Columns of small parameters that met no sample through linear or lerp: d r / d p_j is the gradient with respect
+    to v of d (v . r) / d p_j."""
+    at = 0
+    for p in params:
+        if p not in written and p.numel() <= 16:
+            v = {k: torch.zeros_like(r[k], requires_grad=True) for k in r}
+            (g,) = torch.autograd.grad(list(r.values()), p, list(v.values()), create_graph=True, allow_unused=True)
+            for j in range(p.numel() if g is not None else 0):
+                column = torch.autograd.grad(g.flatten()[j], list(v.values()), retain_graph=True, allow_unused=True,
+                                             materialize_grads=True)
+                J[:, at + j] = torch.cat([factor[k] * c for k, c in zip(r, column)])
+        at += p.numel()
 
 
 def lerp_rows(rows, alpha, used):
@@ -254,7 +290,7 @@ def linear_rows(rows, W, b, used, at_b, params):
         if b is not None:
             rows.put(b, at_b)
         return
-    made, by = ([W], [to]) if b is None else ([W, b], [to, at_b])
+    made, by = zip(*((m, g) for m, g in ((W, to), (b, at_b)) if m is not None and m.requires_grad))
     chain = torch.autograd.grad(made, params, by, retain_graph=True, allow_unused=True, is_grads_batched=True)
     for p, g in zip(params, chain):
         if g is not None:
@@ -265,11 +301,12 @@ def jacobian_by_func(residuals, net, batch, scale, J):
     """The same for any module, by one backward pass per row (torch.func.jacrev)."""
     with torch.no_grad():
         r = residuals(net, batch)
-        factor = scale(r)
+        factor, bound = scale(r), Bound(net)
 
     def stacked(p):
-        r = residuals(lambda x: torch.func.functional_call(net, p, (x,)), batch)
+        r = torch.func.functional_call(bound, p, (residuals, batch))
         return torch.cat([factor[k] * r[k] for k in r])
 
-    J = torch.func.jacrev(stacked, chunk_size=64)(dict(net.named_parameters()))
+    params = {f"net.{name}": p for name, p in net.named_parameters() if p.requires_grad}
+    J = torch.func.jacrev(stacked, chunk_size=64)(params)
     return r, factor, torch.cat([d.detach().reshape(len(d), -1) for d in J.values()], 1)
