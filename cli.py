@@ -345,10 +345,9 @@ def run(args, recipe, sample, residuals, evaluate, points, measure, paper=None, 
                         seeds=mine, stop=stop, processes=together, **flags, **options)
         if split:
             history = sorted(sum(Together().gather(history), []), key=lambda row: (row["step"], row["seed"]))
-        if process == 0 or split:
-            write_json(place / "config.json", settings)  # of more steps than before
         result = result_of(args, history, seeds, recipe["gamma"], paper)
         if process == 0:
+            write_json(folder / "config.json", settings | {"seeds": seeds})
             write_rows(folder / "history.csv", history)
             write_json(folder / "result.json", result)
     print(f"eps-rank: last hidden layer, eps = {args.eps:g}, M = {measure:g} x mean over {len(points)} points")

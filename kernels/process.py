@@ -3,6 +3,7 @@ a program of your own may take Together for train(processes=Together()) under to
 """
 import atexit
 import contextlib
+import gc
 import io
 import os
 import re
@@ -173,9 +174,15 @@ def join(gpu):
     """Under torchrun: join the other processes; all but the first are silent."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if gpu else "gloo")
-        atexit.register(torch.distributed.destroy_process_group)  # or gloo's threads outlive the interpreter
+        atexit.register(leave)
     if world()[0] > 0:
         sys.stdout = open(os.devnull, "w")
+
+
+def leave():
+    """Before the interpreter ends, or gloo's threads outlive it; what holds the group in a cycle goes first."""
+    gc.collect()
+    torch.distributed.destroy_process_group()
 
 
 def cached(folder, name, shapes, compute):
