@@ -1073,7 +1073,7 @@ class Clock:
 
     def report(self, state):
         now, tenth = time.perf_counter(), 10 * state.step // max(1, self.steps)
-        if state.step <= self.steps and now - self.start > 10 and (tenth > self.tenth or now - self.told > 120):
+        if state.step < self.steps and now - self.start > 10 and (tenth > self.tenth or now - self.told > 120):
             self.told, self.tenth, row = now, tenth, state.history[-1]
             shown = [f"{k} {row[k]:.3g}" for k in ("loss", "rel_l2", "eps_rank", "damping", "eta") if k in row]
             left = (now - self.start) / (state.step - self.first) * (self.steps - state.step) / 60
