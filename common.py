@@ -764,9 +764,9 @@ def train(nets, sample, residuals, steps, *, lr=None, optimizer="adam", optimize
     residuals(net, batch) -> {name: r [B]}, never squares; the loss is the sum over names of weight * mean(r^2). Every
         parameter of the module is trained, also one that is not of a layer, say an unknown coefficient net.k.
     lr: a number (1e-3), or a function of the step such as Schedule(1e-3, warmup=500, decay=0.9, every=1000).
-    optimizer: "adam", "soap" (package pytorch-optimizer), "ng", natural gradient, for one float64 network, where lr is
-        the longest step, 1 at the start; or your own, params -> torch.optim.Optimizer, whose rate stays unless there
-        is an lr. optimizer_options go to it; those of ng are damping and momentum.
+    optimizer: "adam", "soap" (package pytorch-optimizer), "ng", natural gradient, for one float64 network, where lr (1)
+        is the longest step, or your own, params -> torch.optim.Optimizer, whose rate stays unless there is an lr.
+        optimizer_options go to it; those of ng are damping and momentum.
     weighting: "fixed" keeps `weights` ({name: w}, default 1); "grad_norm" and "ntk" rebalance them.
     causal: {"terms": [names], "tol": 1.0, "chunks": 32} weights these terms by time; their rows are sorted by it.
     pseudo_time: for a residual given as a pair (r, q) minimise r + lam (q - q now), a step of size 1 / lam of implicit
@@ -778,7 +778,7 @@ def train(nets, sample, residuals, steps, *, lr=None, optimizer="adam", optimize
     save: Save("runs/mine"). stop() -> bool is asked after every step; it raises Stopped, without save it returns."""
     nets = list(nets) if isinstance(nets, (list, tuple)) else [nets]
     seeds = list(range(len(nets))) if seeds is None else list(seeds)
-    rate = lr if callable(lr) else Schedule(1e-3 if lr is None else lr)
+    rate = lr if callable(lr) else Schedule((1.0 if optimizer == "ng" else 1e-3) if lr is None else lr)
     check_choices(nets, optimizer, weighting, compile, processes)
     files = None if save is None else _kernel("checkpoint", "save: writing checkpoints")
     balance = None if weighting == "fixed" else _kernel("weights", f"weighting: {weighting}")

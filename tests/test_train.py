@@ -78,6 +78,8 @@ def test_adam_steps_are_those_of_plain_pytorch(options, float64):
 def test_learning_rate():
     assert [Schedule(1.0, 4, 0.9, 10)(s) for s in (0, 3, 4, 14)] == pytest.approx([0.25, 1.0, 1.0, 0.9])
     assert Schedule(1e-3)(10_000) == 1e-3
+    rate = lambda **options: train(network(), sample, residuals, 1, **options)[0]["lr"]
+    assert rate() == 1e-3 and rate(lr=0.0) == 0
     history = train(network(), sample, residuals, 3, lr=lambda step: 10.0 ** -(step + 3))
     assert [row["lr"] for row in history] == pytest.approx([1e-3, 1e-4, 1e-5, 1e-6])
 
@@ -563,6 +565,11 @@ def test_own_optimiser(float64):
         train(network(), sample, residuals, 2, optimizer=torch.optim.LBFGS)
 
 
+def test_natural_gradient_starts_with_whole_steps(float64):
+    history = train(network(), sample, residuals, 3, optimizer="ng")
+    assert history[0]["lr"] == 1 and history[-1]["loss"] < 0.5 * history[0]["loss"]
+
+
 def test_callback_gets_every_row():
     seen, nets = [], [network(0), network(1)]
     history = train(nets, sample, residuals, 300, callback=lambda step, row: seen.append((step, row)))
@@ -611,9 +618,12 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path):
     """In one line: another width, another optimiser, a key that is missing."""
     train(network(), sample, residuals, 3, save=Save(tmp_path))
     groups = lambda params: torch.optim.Adam([{"params": [p]} for p in params])
-    for net, options in ((network(width=11), {}), (MLP(2, 10, 3), {}), (network(), dict(optimizer=groups))):
+    others = [network(width=11), MLP(2, 10, 3), network(5).double()]
+    for net, options in [(network(5), dict(optimizer=groups)), *((net, {}) for net in others)]:
+        before = parameters([net])
         with pytest.raises(Refused, match="resume: the checkpoint is of another network, optimizer or version"):
             train(net, sample, residuals, 3, save=Save(tmp_path, resume=True), **options)
+        assert all(torch.equal(a, b) for a, b in zip(before, net.parameters()))
     whole = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     for key in sorted(set(whole) - {"config"}):
         torch.save({k: v for k, v in whole.items() if k != key}, tmp_path / "checkpoint.pt")
