@@ -8,7 +8,7 @@ Copy this file into your own project; it needs torch and nothing else beside it:
     from common import sfli
     net = sfli(net, [(-1, 1), (-1, 1)])      # net: an nn.Sequential on the square [-1, 1]^2
 
-Sections: SFLI - Networks - Derivatives - eps-rank - Training; with kernels/ beside it train() has optimizer="ng" too.
+Sections: SFLI - Networks - Derivatives - eps-rank - Training; kernels/ beside it adds loss weights, checkpoints, ng.
 No setting of PyTorch is changed; on a CPU torch.set_flush_denormal(True) at the start of your program helps Gaussians.
 """
 import contextlib
@@ -142,8 +142,8 @@ def _replaced(net, path, draw, before=()):
 def sfli_(linear, domain, kind="tanh", gamma=None, C=1.0, generator=None):
     """Weight and bias of a structured first layer for an nn.Linear, in place, as torch.nn.init does: for a forward()
     that applies the activation, "tanh", "cos" or "sin", itself. For sin(30 z) divide both by 30 afterwards."""
-    own = {name for name, _ in linear.named_parameters()}
-    if kind not in ("tanh", "cos", "sin") or not isinstance(linear, nn.Linear) or not {"weight", "bias"} <= own:
+    own = isinstance(linear, nn.Linear) and {"weight", "bias"} <= {name for name, _ in linear.named_parameters()}
+    if kind not in ("tanh", "cos", "sin") or not own:
         raise Refused(f"linear, kind: tanh, cos or sin of an nn.Linear with its own weight and bias is wanted, not "
                       f"{kind!r} of {linear}; sfli() makes a layer of every kind")
     first = sfli(linear, domain, kind.replace("sin", "cos"), gamma, C, generator)
@@ -178,7 +178,7 @@ def _first_layer(old, embed, domain, kind, gamma, C, generator):
         # domain, c_i is uniform on [0, max_x |alpha_i . (x - middle)|], so that every hyperplane
         # alpha_i . (x - middle) + c_i = 0 meets the domain; the signs of alpha_i serve both sides.
         if torch.equal(z, x.double()):  # no embedding: the box itself
-            lo, hi = torch.tensor(domain).to(z).T
+            lo, hi = z.new_tensor(domain).T
             middle, reach = (lo + hi) / 2, alpha.abs() @ (hi - lo) / 2  # [d], [n]
         else:
             middle = (z.amin(0) + z.amax(0)) / 2
@@ -639,19 +639,19 @@ def gram_spectrum(phi, measure=1.0):
     uniformly over the domain; in float64 even where phi is float32, whose rounding would count as rank."""
     phi = phi.detach().double()
     if phi.dim() != 2 or not phi.isfinite().all():
-        raise Refused(f"features: {list(phi.shape)}, {phi.isnan().sum()} of them NaN; finite ones [N, n] are wanted")
+        raise Refused(f"features: {list(phi.shape)}, {(~phi.isfinite()).sum()} not finite; numbers [N, n] are wanted")
     return torch.linalg.eigvalsh(phi.T @ phi * (measure / len(phi))).flip(0)
 
 def eps_rank(net, x=None, eps=1e-6, measure=1.0, layer=-1):
-    """eps-rank of features [N, n], or of those that a network has at the points x in a layer:
+    """eps-rank of features [N, n], or of those that a network has at the points x in
 
-    -1, 0, ..        a hidden layer by number, the last unless told; they are what enters a Linear, but for the first
-    "trunk.1"        a module of the network, by name or itself: what it returns (name the activation, not its Linear)
-    [-1, "trunk.1"]  several in one pass: a list of ranks; "all": of every hidden layer; "first": in a network of this
-                     file of those that SFLI shapes (the first, or the encoders U and V)
+    layer=-1, 0, ..        a hidden layer by number, the last unless told: what enters a Linear behind the first layer
+    layer="trunk.1"        a module, by name or itself: what it returns (name the activation, not its Linear)
+    layer=[0, "trunk.1"]   several in one pass: a list of ranks; "all": of every hidden layer; "first": of those that
+                           SFLI shapes in a network of this file (the first, or the encoders U and V)
 
-    The last dimension holds the features, the others samples: points, tokens, nodes. Behind a convolution channels are
-    features and positions samples. The network is asked in eval mode; x is a tuple where it takes several arguments.
+    The last dimension holds the features, the others are samples: points, tokens, nodes. Behind a convolution channels
+    are features and positions samples. The network runs in eval mode; a tuple x is several arguments.
 
     The paper states neither eps nor the quadrature. Ours: eps = 1e-6, equal weights on x, and
     measure = |Omega| where d <= 3, else 1 (2^50 would swamp any threshold)."""
@@ -703,8 +703,6 @@ def grid(domain, n):
 
 # Training: sample -> named residuals -> squared, averaged, weighted -> optimiser --------------------------------------
 
-DIVERGED = 1e6  # a loss so many times its best has diverged
-
 @dataclass(frozen=True)
 class Schedule:
     """Learning rate: rises linearly over `warmup` steps, then falls by the factor `decay` per `every` steps."""
@@ -721,9 +719,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Save:
-    """history.csv and checkpoint.pt go to `folder`, the latter every so many seconds, and every so many steps if given;
-    the one before is kept. resume continues from that checkpoint, bit for bit on a CPU, and refuses one whose `config`
-    differs."""
+    """history.csv and checkpoint.pt go to `folder`, the latter every so many seconds, and steps if given; the last but
+    one is kept. resume continues from it, bit for bit on a CPU, and refuses one whose `config` differs."""
 
     folder: str
     config: dict = None
@@ -767,9 +764,9 @@ def train(nets, sample, residuals, steps, *, lr=None, optimizer="adam", optimize
     residuals(net, batch) -> {name: r [B]}, never squares; the loss is the sum over names of weight * mean(r^2). Every
         parameter of the module is trained, also one that is not of a layer, say an unknown coefficient net.k.
     lr: a number (1e-3), or a function of the step such as Schedule(1e-3, warmup=500, decay=0.9, every=1000).
-    optimizer: "adam", "soap" (package pytorch-optimizer), "ng", natural gradient, for one float64 network, where lr is
-        the longest step, 1 at the start; or your own, params -> torch.optim.Optimizer, whose rate stays unless there
-        is an lr. optimizer_options go to it; those of ng are damping and momentum.
+    optimizer: "adam", "soap" (package pytorch-optimizer), "ng", natural gradient, for one float64 network, where lr (1)
+        is the longest step, or your own, params -> torch.optim.Optimizer, whose rate stays unless there is an lr.
+        optimizer_options go to it; those of ng are damping and momentum.
     weighting: "fixed" keeps `weights` ({name: w}, default 1); "grad_norm" and "ntk" rebalance them.
     causal: {"terms": [names], "tol": 1.0, "chunks": 32} weights these terms by time; their rows are sorted by it.
     pseudo_time: for a residual given as a pair (r, q) minimise r + lam (q - q now), a step of size 1 / lam of implicit
@@ -777,17 +774,16 @@ def train(nets, sample, residuals, steps, *, lr=None, optimizer="adam", optimize
     constants(step) -> {name: number} joins the batch, say the viscosity of a curriculum.
     evaluate(net) -> {name: number} joins the history, about 100 times a run. callback(step, row) is given every row.
     keep: a column of the history, say "loss" or "rel_l2"; the networks end as they were in its lowest row.
-    nets: several train as one, stacked and vmapped, each with its own draws and weights (`seeds`); they hold the
-        trained parameters at the end. compile: True, or options for torch.compile.
-    save: Save("runs/mine"). stop() -> bool is asked after every step; if true, train() saves and raises Stopped, or
-        without save returns the history."""
+    nets: several train as one, stacked, each with its own draws and weights (`seeds`). compile: True, or its options.
+    save: Save("runs/mine"). stop() -> bool is asked after every step; it raises Stopped, without save it returns."""
     nets = list(nets) if isinstance(nets, (list, tuple)) else [nets]
     seeds = list(range(len(nets))) if seeds is None else list(seeds)
-    rate = lr if callable(lr) else Schedule(1e-3 if lr is None else lr)
+    rate = lr if callable(lr) else Schedule((1.0 if optimizer == "ng" else 1e-3) if lr is None else lr)
     check_choices(nets, optimizer, weighting, compile, processes)
     files = None if save is None else _kernel("checkpoint", "save: writing checkpoints")
+    balance = None if weighting == "fixed" else _kernel("weights", f"weighting: {weighting}")
+    saved = files.load_checkpoint(save, steps) if save is not None and save.resume else None
     problem = Problem(nets, residuals, causal, processes)
-    saved = files.load_checkpoint(save, problem, steps) if save is not None and save.resume else None
     opt = make_optimizer(optimizer, problem, rate(0), optimizer_options or {})
     draws = [torch.Generator(problem.device).manual_seed(1000003 * s + 1 + 7919 * processes.number) for s in seeds]
     state = State(problem.values, problem.buffers, opt, draws)
@@ -799,8 +795,8 @@ def train(nets, sample, residuals, steps, *, lr=None, optimizer="adam", optimize
     clock = Clock(state, steps)
     while state.step <= steps:
         batch = draw(problem, state, sample, constants) if batch is None else batch
-        if weighting != "fixed" and state.step % rebalance == 0:
-            state.weights = _kernel("weights", "weighting").rebalanced(weighting, problem, state, batch)
+        if balance is not None and state.step % rebalance == 0:
+            state.weights = balance.rebalanced(weighting, problem, state, batch)
         for group in opt.param_groups:
             group["lr"] = rate(state.step) if lr is not None or not callable(optimizer) else group["lr"]
         losses = gradient(problem, opt, batch, state.weights)
@@ -815,7 +811,9 @@ def train(nets, sample, residuals, steps, *, lr=None, optimizer="adam", optimize
             take_step(problem, state, batch)
         batch, state.step = None, state.step + 1
         clock.report(state)
-        stopping = stopped(stop, state.step, processes) and state.step <= steps
+        stopping = state.step <= steps and stop is not None and stop()
+        if processes.count > 1:  # they agree, every tenth step
+            stopping = state.step % 10 == 0 and any(processes.gather(stopping))
         if save is not None:
             files.save_if_due(state, save, clock, stopping or state.step > steps, processes)
         if stopping:
@@ -857,10 +855,6 @@ def make_optimizer(name, problem, lr, options):
 class Bound(nn.Module):
     """f(net, batch) as a module, so that functional_call() puts parameters wherever f looks for them in net."""
 
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
     def forward(self, f, batch):
         return f(self.net, batch)
 
@@ -870,8 +864,9 @@ class Problem:
 
     def __init__(self, nets, residuals, causal=None, processes=Alone):
         self.nets, self.of_one, self.causal, self.processes = nets, residuals, causal, processes
-        self.bound, self.vmapped, self.sent = Bound(nets[0]), len(nets) > 1, {}
-        self.own_grad = False  # whether the residuals call torch.autograd.grad
+        self.bound, self.sent = Bound(), {}
+        self.bound.net = nets[0]
+        self.vmapped, self.own_grad = len(nets) > 1, False  # as far as is known: residuals call torch.autograd.grad
         self.by_time = _kernel("weights", "causal: weighting by time").causal_weights if causal else None
         params, self.buffers = dict(nets[0].named_parameters()), dict(nets[0].named_buffers())
         if len(nets) > 1:
@@ -882,8 +877,6 @@ class Problem:
         self.params = {name: p for name, p in params.items() if p.requires_grad}
         self.buffers |= {name: p.detach() for name, p in params.items() if not p.requires_grad}
         self.values = {name: p.detach() for name, p in self.params.items()}  # the same memory, without autograd
-        if not self.values:
-            raise Refused("nets: no parameter of them requires a gradient; unfreeze some")
         self.device = next(iter(self.values.values())).device
         self.eager = contextlib.nullcontext  # a context in which nothing is compiled
 
@@ -951,6 +944,8 @@ class Problem:
 # Three ways to a gradient: each (problem, opt, batch, weights) -> {name: loss [S]} leaves opt ready for opt.step().
 def gradient_of(problem, opt, compile):
     """The way that train() takes, compiled as asked."""
+    if isinstance(opt, torch.optim.LBFGS):
+        raise Refused("optimizer: LBFGS wants a closure, which train() does not have; take ng, or a loop of your own")
     if hasattr(opt, "natural_gradient"):
         return lambda problem, opt, batch, w: opt.natural_gradient(problem, batch, w)
     if not compile:
@@ -1046,8 +1041,7 @@ def check_finite(step, losses):
                                  "smaller gamma, or float64")
 
 def record(state, rows, keep, callback, save, processes):
-    """Append a row per network to the history; copy the networks whose row is the lowest in the column `keep`, refuse a
-    loss far above its best."""
+    """Append a row per network to the history and keep those that are the best so far; none may be far above it."""
     if keep is not None and keep not in rows[0]:
         raise Refused(f"keep: {keep!r} is no column of the history; there are {', '.join(rows[0])}")
     members, tensors = len(rows), state.params | state.buffers if keep else {}
@@ -1063,7 +1057,7 @@ def record(state, rows, keep, callback, save, processes):
             for k, v in tensors.items():
                 of(state.best[k]).copy_(of(v))
         best = min(r["loss"] for r in mine)
-        if row["loss"] > DIVERGED * best:
+        if row["loss"] > 1e6 * best:
             term = max((k for k in row if k.startswith("loss_")), key=row.get)[5:]
             raise FloatingPointError(f"the loss has diverged: {row['loss']:.1e} at step {row['step']}, most of it "
                                      f"{term}, after {best:.1e}; try a smaller lr or a smaller gamma")
@@ -1074,24 +1068,18 @@ class Clock:
     def __init__(self, state, steps):
         self.before, self.first, self.steps = state.seconds, state.step, steps
         self.start = self.saved = self.told = time.perf_counter()
-        self.tenth = 0
+        self.tenth = 10 * state.step // max(1, steps)
 
     def seconds(self):
         return self.before + time.perf_counter() - self.start
 
     def report(self, state):
         now, tenth = time.perf_counter(), 10 * state.step // max(1, self.steps)
-        if state.step <= self.steps and now - self.start > 10 and (tenth > self.tenth or now - self.told > 120):
+        if state.step < self.steps and now - self.start > 10 and (tenth > self.tenth or now - self.told > 120):
             self.told, self.tenth, row = now, tenth, state.history[-1]
             shown = [f"{k} {row[k]:.3g}" for k in ("loss", "rel_l2", "eps_rank", "damping", "eta") if k in row]
-            left = (now - self.start) / (state.step - self.first) * (self.steps - state.step)
-            left = f"{left / 60:.0f} min" if left > 99 else f"{left:.0f} s"
-            print(f"step {state.step} of {self.steps}: {', '.join(shown)}, {left} to go", flush=True)
-
-def stopped(stop, step, processes):
-    """Whether stop() says so, in any process; they agree every tenth step."""
-    stopping = stop is not None and stop()
-    return stopping if processes.count == 1 else step % 10 == 0 and any(processes.gather(stopping))
+            left = (now - self.start) / (state.step - self.first) * (self.steps - state.step) / 60
+            print(f"step {state.step} of {self.steps}: {', '.join(shown)}, {left:.1f} min to go", flush=True)
 
 def atomically(path, write):
     """write(temporary path), then rename: `path` is always whole, the old one or the new one."""

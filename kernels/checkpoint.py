@@ -17,23 +17,25 @@ def pack(state, processes):
 
 
 def unpack(state, saved, process):
-    """Back into `state`, and so into the networks, whose memory it shares."""
-    device = next(iter(state.params.values())).device
+    """Back into `state`, and at last into the networks, whose memory it shares."""
+    tensors, device = state.params | state.buffers, next(iter(state.params.values())).device
+    kinds = lambda tensors: {k: (v.dtype, v.shape) for k, v in tensors.items()}
     try:
-        for tensors, old in ((state.params, saved["params"]), (state.buffers, saved["buffers"])):
-            for name, tensor in tensors.items():
-                tensor.copy_(old[name])
+        old = saved["params"] | saved["buffers"]
+        if kinds(old) != kinds(tensors):
+            raise ValueError("names, types or shapes of parameters differ")
         state.optimizer.load_state_dict(saved["optimizer"])
-        for g, s in zip(state.generators, saved["generators"][process]):
+        for g, s in zip(state.generators, saved["generators"][process], strict=True):
             g.set_state(s.cpu())
-        for name, old in dict(weights=saved["weights"], lam=saved["lam"], sums=saved["sums"][process],
-                              best=saved["best"]).items():  # fmt: skip
-            setattr(state, name, {k: v.to(device) for k, v in old.items()})
         for name in ("count", "step", "seconds", "history"):
             setattr(state, name, saved[name])
+        for name, values in (("sums", saved["sums"][process]), *((k, saved[k]) for k in ("weights", "lam", "best"))):
+            setattr(state, name, {k: v.to(device) for k, v in values.items()})
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as e:
         raise Refused(f"resume: the checkpoint is of another network, optimizer or version ({type(e).__name__}: {e}); "
                       "train without resume, or in another folder") from None
+    for name, tensor in tensors.items():
+        tensor.copy_(old[name])
 
 
 def save_if_due(state, save, clock, now, processes):
@@ -90,16 +92,13 @@ def read_checkpoint(folder):
     return saved
 
 
-def load_checkpoint(save, problem, steps):
-    """That of save.folder, if it is of the same configuration and networks and not beyond `steps`."""
+def load_checkpoint(save, steps):
+    """That of save.folder, if it is of the same configuration and not beyond `steps`."""
     saved = read_checkpoint(save.folder)
     found, config = saved["config"] or {}, save.config or {}
-    sizes = lambda *parts: {name: tuple(tensor.shape) for part in parts for name, tensor in part.items()}
     if differs := [k for k in found | config if found.get(k) != config.get(k)]:
         raise Refused(f"resume: {save.folder} is of another configuration ({', '.join(differs)} differ); "
                       "use the same settings, or another folder")
-    if sizes(saved["params"], saved["buffers"]) != sizes(problem.values, problem.buffers):
-        raise Refused(f"resume: {save.folder} holds networks of other sizes; use the same, or another folder")
     if saved["step"] > steps + 1:
         raise Refused(f"steps: {save.folder} is at step {saved['step'] - 1} already; use as many at least")
     return saved
