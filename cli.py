@@ -6,8 +6,7 @@
 import os
 import sys
 
-def interrupted(kind, error, trace):
-    """Ctrl-C while PyTorch is imported; answered() is for later."""
+def interrupted(kind, error, trace):  # Ctrl-C while PyTorch is imported; answered() is for later
     if kind is not KeyboardInterrupt:
         return sys.__excepthook__(kind, error, trace)
     os.write(2, b"interrupted\n")
@@ -30,7 +29,8 @@ from common import (KINDS, MLP, Alone, ModifiedMLP, Periodic, PirateNet, Problem
                     check_choices, eps_rank, make_optimizer, sfli, train, write_rows)
 from kernels import cpu
 from kernels.checkpoint import read_checkpoint
-from kernels.process import FLAGS, Together, answered, cached, check_memory, choose_device, commit, fail, held, world
+from kernels.process import (FLAGS, Together, answered, cached, check_memory, choose_device, commit, fail, held, world,
+                             write_json)
 
 # Flags and presets ----------------------------------------------------------------------------------------------------
 
@@ -85,12 +85,11 @@ def parser(description, presets):
     flag("--no-plot", action="store_true", help="no figures")
     return cli
 
-def parse_args(experiment, description, presets, argv=None, extra=None):
+def parse_args(experiment, description, presets, argv=None, extra=lambda parser: None):
     """The flags of a script, filled up from its `presets` = {"paper": {...}, "laptop": {...}, "smoke": {...}}, whose
     entries "all" and "ng" are what is otherwise with --all and --optimizer ng; extra(parser) adds the script's own."""
     cli = parser(description, presets)
-    if extra:
-        extra(cli)
+    extra(cli)
     FLAGS.clear()
     FLAGS.update(*(action.option_strings for action in cli._actions))
     args = cli.parse_args(argv)
@@ -218,12 +217,10 @@ def gamma_of(args, table, omega, points, measure, embed=None):
         fail("--C, --gamma auto: Eq. (3.3) makes gamma zero for one neuron; widen with --width or give --gamma")
     if args.sfli is None or args.C:
         return None
-    if args.gamma != "auto":
-        return args.gamma or table[args.sfli]
-    if args.sfli != "gauss" and "--all" not in args.argv:
-        fail(f"--gamma auto looks at Gaussians; give a number for --sfli {args.sfli}")
+    if args.gamma != "auto" or args.sfli != "gauss" and "--all" in args.argv:
+        return args.gamma if args.gamma not in (None, "auto") else table[args.sfli]
     if args.sfli != "gauss":
-        return table[args.sfli]
+        fail(f"--gamma auto looks at Gaussians; give a number for --sfli {args.sfli}")
     from kernels.gaussian_gram import scan_gamma
 
     return scan_gamma(n, omega, points, args.eps, measure, embed, sfli_generator(args.seed))
@@ -239,10 +236,8 @@ def configurations(args, choices, name, over=({},), second_order=False):
         fail("--first belongs to an MLP; the encoders of the other networks keep --width")
     if second_order and args.sfli == "hat":
         fail("--sfli hat: its second derivative is zero, this equation needs it; use gauss, tanh or cos")
-    if args.fourier and (args.sfli or args.all):
-        fail("--fourier replaces SFLI; drop --sfli or --all")
-    if args.fourier and args.width % 2:
-        fail("--fourier needs an even --width: half cosines, half sines")
+    if args.fourier and (args.sfli or args.all or args.width % 2):
+        fail("--fourier replaces SFLI, drop --sfli and --all; and needs an even --width, half cosines, half sines")
     chosen = [{**b, **a} for b in over for a in (choices if args.all else [{}])]
     runs = [argparse.Namespace(**vars(args) | choice) for choice in chosen]
     for run in runs:
@@ -279,12 +274,15 @@ def folder_of(args, *below):
 
 def run_folder(args):
     """OUT/experiment/config/seed0, or seeds0-4 where they are trained at once."""
-    last = args.seed + args.seeds - 1
-    return folder_of(args, args.config, f"seed{args.seed}" if args.seeds == 1 else f"seeds{args.seed}-{last}")
+    seeds = f"seed{args.seed}" if args.seeds == 1 else f"seeds{args.seed}-{args.seed + args.seeds - 1}"
+    return folder_of(args, args.config, seeds)
 
 def figure_folder(args, runs):
     """Of a figure or table that shows all runs: theirs, or with --all one beside them."""
     return run_folder(argparse.Namespace(**vars(args) | dict(config="all")) if args.all else runs[0])
+
+def seeds_of(args):
+    return list(range(args.seed, args.seed + args.seeds))
 
 def has_checkpoint(folder):
     return any(Path(folder).rglob("checkpoint*.pt"))
@@ -292,8 +290,7 @@ def has_checkpoint(folder):
 def settings_of(args, *skip):
     """What config.json keeps: all flags but those that choose among runs or leave them alone, and `skip`."""
     skip = ("out", "resume", "overwrite", "no_plot", "all", "argv", "dims", "save_seconds", "save_steps", *skip)
-    seeds = list(range(args.seed, args.seed + args.seeds))
-    return {k: v for k, v in vars(args).items() if k not in skip} | {"seeds": seeds}
+    return {k: v for k, v in vars(args).items() if k not in skip} | {"seeds": seeds_of(args)}
 
 def training(args, folder, settings, steps=None):
     """What the flags say to train(); `steps` other than args.steps stretch the schedule."""
@@ -304,20 +301,17 @@ def training(args, folder, settings, steps=None):
     save = Save(folder, {k: v for k, v in settings.items() if k not in free}, args.resume and has_checkpoint(folder),
                 args.save_seconds, args.save_steps)
     return dict(lr=Schedule(args.lr, args.warmup * stretch, args.decay, args.decay_every * stretch), save=save,
-                optimizer=args.optimizer, optimizer_options=ng_options(args),
-                compile=args.compile == "on" and cpu.compile_options(args.device))
-
-def ng_options(args):
-    return {k: getattr(args, k) for k in ("damping", "momentum")} if args.optimizer == "ng" else {}
+                optimizer=args.optimizer, compile=args.compile == "on" and cpu.compile_options(args.device),
+                optimizer_options=dict(damping=args.damping, momentum=args.momentum) if args.optimizer == "ng" else {})
 
 def with_ranks(evaluate, args, points, measure):
     """evaluate(net), and the eps-rank at `points` of every hidden layer and of the encoders."""
 
     def measured(net):
-        ranks = eps_rank(net, points, args.eps, measure, layer="all")
-        encoders = eps_rank(net, points, args.eps, measure, layer="first") if len(net.sfli_layers) > 1 else []
-        return (evaluate(net) | {"eps_rank": ranks[-1]} | {f"eps_rank_{k}": r for k, r in enumerate(ranks, 1)}
-                | {f"eps_rank_{name}": r for name, r in zip(net.sfli_layers, encoders)})
+        hidden, encoders = range(len(net.blocks) + 1), [name for name in net.sfli_layers if name != "first"]
+        ranks = eps_rank(net, points, args.eps, measure, [*hidden, *encoders])
+        named = {f"eps_rank_{name}": r for name, r in zip([*(k + 1 for k in hidden), *encoders], ranks)}
+        return evaluate(net) | {"eps_rank": ranks[hidden[-1]]} | named
 
     return measured
 
@@ -326,7 +320,7 @@ def run(args, recipe, sample, residuals, evaluate, points, measure, paper=None, 
     `start` if given; write config.json, history.csv, result.json and checkpoint.pt there, print the RESULT line; return
     the trained nets and the history. evaluate(net) gives rel_l2 at least. `options` go to train()."""
     folder, (process, processes) = run_folder(args) / part, world()
-    seeds = list(range(args.seed, args.seed + args.seeds))
+    seeds = seeds_of(args)
     split = processes > 1 and args.seeds > 1  # under torchrun: each process its own seeds, in a folder of its own
     mine, place = (seeds[process::processes], folder / f"process{process}") if split else (seeds, folder)
     settings = settings_of(args, "C_grid", "search_steps", "search_seeds") | {
@@ -338,7 +332,7 @@ def run(args, recipe, sample, residuals, evaluate, points, measure, paper=None, 
             nets[0].load_state_dict(start.state_dict())
         flags = training(args, place, json.loads(json.dumps(settings)))
         if args.optimizer == "ng":
-            check_size(args, nets[0], sample, residuals, options.get("constants"))
+            check_size(args, flags, nets[0], sample, residuals, options.get("constants"))
         if process == 0 or split:
             begin(place, settings, flags["save"].resume)
         history = train(nets, sample, residuals, args.steps, evaluate=with_ranks(evaluate, args, points, measure),
@@ -367,14 +361,10 @@ def begin(place, settings, resume):
         if before != settings["steps"]:
             print(f"--resume: {before} steps were meant; on to {settings['steps']}, with the schedule of these")
 
-def write_json(path, data):
-    text = json.dumps(data, indent=1, allow_nan=False)
-    atomically(path, lambda tmp: tmp.write_text(text))
-
-def check_size(args, net, sample, residuals, constants):
+def check_size(args, flags, net, sample, residuals, constants):
     """Refuse a Jacobian that does not fit before anything is written."""
     numbers = {k: torch.tensor(v, device=args.device) for k, v in (constants(0) if constants else {}).items()}
-    opt = make_optimizer("ng", Problem([net], residuals), args.lr, ng_options(args))
+    opt = make_optimizer("ng", Problem([net], residuals), args.lr, flags["optimizer_options"])
     opt.size(sample(torch.Generator(args.device)) | numbers)
 
 def result_of(args, history, seeds, gamma, paper):

@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import gc
 import io
+import json
 import os
 import re
 import shlex
@@ -183,6 +184,11 @@ def leave():
     """Before the interpreter ends, or gloo's threads outlive it; what holds the group in a cycle goes first."""
     gc.collect()
     torch.distributed.destroy_process_group()
+
+
+def write_json(path, data):
+    text = json.dumps(data, indent=1, allow_nan=False)
+    atomically(path, lambda tmp: tmp.write_text(text))
 
 
 def cached(folder, name, shapes, compute):
