@@ -866,7 +866,7 @@ class Problem:
         self.nets, self.of_one, self.causal, self.processes = nets, residuals, causal, processes
         self.bound, self.sent = Bound(), {}
         self.bound.net = nets[0]
-        self.vmapped, self.own_grad = len(nets) > 1, False  # as far as is known: residuals call torch.autograd.grad
+        self.vmapped, self.own_grad = len(nets) > 1, False  # until residuals refuse vmap, or call torch.autograd.grad
         self.by_time = _kernel("weights", "causal: weighting by time").causal_weights if causal else None
         params, self.buffers = dict(nets[0].named_parameters()), dict(nets[0].named_buffers())
         if len(nets) > 1:

@@ -572,9 +572,9 @@ def test_natural_gradient_starts_with_whole_steps(float64):
 
 def test_callback_gets_every_row():
     seen, nets = [], [network(0), network(1)]
-    history = train(nets, sample, residuals, 300, callback=lambda step, row: seen.append((step, row)))
+    history = train(nets, sample, residuals, 20, callback=lambda step, row: seen.append((step, row)))
     assert [row for _, row in seen] == history and [step for step, _ in seen] == [row["step"] for row in history]
-    assert len(seen) == 2 * 101
+    assert len(seen) == 2 * 21
 
 
 def test_stopping_without_save_returns_the_history():
@@ -597,18 +597,18 @@ def test_the_best_network_is_kept(seeds, tmp_path):
         return {"wave": value}
 
     nets = [network(s) for s in range(seeds)]
-    history = train(nets, sample, residuals, 205, evaluate=evaluate, keep="wave")
+    history = train(nets, sample, residuals, 105, evaluate=evaluate, keep="wave")
     for s, net in enumerate(nets):
         lowest = min(history[s::seeds], key=lambda row: row["wave"])
-        assert 20 < lowest["step"] < 200 and lowest["wave"] == kept[net][0]
+        assert 20 < lowest["step"] < 80 and lowest["wave"] == kept[net][0]
         assert all(torch.equal(v, kept[net][1][k]) for k, v in net.state_dict().items())
     want, nets, asked = [copy.deepcopy(net) for net in nets], [network(s) for s in range(seeds)], []
     rows.clear(), kept.clear()
     with pytest.raises(common.Stopped):
-        train(nets, sample, residuals, 205, evaluate=evaluate, keep="wave", save=Save(tmp_path),
-              stop=lambda: asked.append(1) or len(asked) == 180)  # fmt: skip
+        train(nets, sample, residuals, 105, evaluate=evaluate, keep="wave", save=Save(tmp_path),
+              stop=lambda: asked.append(1) or len(asked) == 80)  # fmt: skip
     assert not torch.equal(nets[0].out.weight, want[0].out.weight)  # it goes on from where it was
-    train(nets, sample, residuals, 205, evaluate=evaluate, keep="wave", save=Save(tmp_path, resume=True))
+    train(nets, sample, residuals, 105, evaluate=evaluate, keep="wave", save=Save(tmp_path, resume=True))
     assert all(torch.equal(a, b) for a, b in zip(parameters(nets), parameters(want)))
     with pytest.raises(Refused, match="keep: 'rel_l2' is no column of the history; there are step, seed, loss"):
         train(network(), sample, residuals, 3, keep="rel_l2")
