@@ -14,6 +14,7 @@ No setting of PyTorch is changed; on a CPU torch.set_flush_denormal(True) at the
 import contextlib
 import copy
 import csv
+import functools
 import importlib
 import io
 import math
@@ -328,109 +329,99 @@ def jet(f, x, variables, derivatives):
 
         u, u_t, u_x, u_xx = jet(net, x, "t x", "t x xx")
         u, u_t, laplacian = jet(net, x, "t x1 x2 x3", "t x1x1+x2x2+x3x3")
-        u, heat = jet(net, x, "t x", "t-0.1*xx")
+        u, residual = jet(net, x, "t x", "t - 1/3*xx + 1e-4*xxxx")
 
-    `variables` names the columns of x (a letter, then digits if you like), `derivatives` lists products of these, up to
-    third order, or linear combinations of them, which cost one channel each. f is any module or function made of the
-    operations in RULES; it sees a Jet where it expects a tensor."""
-    plan = _plan(variables, derivatives)
+    `variables` names the columns of x, `derivatives` lists products of these or linear combinations of them, which
+    cost one channel each. f is any module or function; it sees a Jet where it expects a tensor, and a tuple of outputs
+    gives a tuple of lists. What has no rule, here in RULES or in kernels/jets.py, is left to nested autograd."""
+    plan = _plan(variables, derivatives, torch.is_grad_enabled())
     if x.shape[-1] != plan.d:
         raise Refused(f"variables: {variables!r} names {plan.d} columns, x has {x.shape[-1]}")
     eye = torch.eye(plan.d, dtype=x.dtype, device=x.device)
     seed = [x] + [eye[group].unsqueeze(1) if group else sum(_scale(eye[v], m) for v, m in c) if c else None
                   for c, group in zip(plan.seeds, plan.groups[1:])]
-    y = f(Jet(seed, plan, is_input=Jet.short_cuts))
-    return [y.full(0)] + [sum(_scale(y.full(c), m) for c, m in channels) for channels in plan.outputs]
+    read = lambda y: [y.full(0)] + [sum(_scale(y.full(c), m) for c, m in channels) for channels in plan.outputs]
+    try:
+        y = f(Jet(seed, plan, is_input=Jet.short_cuts))
+        return tuple(read(_as_jet(v, plan)) for v in y) if isinstance(y, (tuple, list)) else read(_as_jet(y, plan))
+    except (AttributeError, TypeError, RuntimeError, AssertionError) as missing:
+        return _nested(f, x, eye, plan.wanted, str(missing).partition("\n")[0])
+
+def _nested(f, x, eye, wanted, missing):
+    """The same by one forward derivative inside the other: 2^n evaluations of f for order n."""
+    y = f(x)  # what is wrong with f itself raises here
+    if isinstance(y, (tuple, list)):
+        return tuple(_nested(lambda x, k=k: f(x)[k], x, eye, wanted, missing) for k in range(len(y)))
+    _say(f"jet: {missing}; nested autograd takes over, slower")
+    along = lambda g, v: lambda x: torch.func.jvp(g, (x,), (eye[v].expand_as(x),))[1]
+    derivative = lambda term: functools.reduce(along, term, f)(x)
+    try:
+        with _WrittenOut(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return [y] + [sum(m * derivative(term) for term, m in entry) for entry in wanted]
+    except (AttributeError, RuntimeError) as error:
+        raise Refused(f"f: {missing}, and nested autograd fails; use other operations") from error
+
+class _WrittenOut(torch.overrides.TorchFunctionMode):
+    """Takes the rule of layer_norm, of which PyTorch's second forward and third backward derivatives are wrong."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = _rule("layer_norm") if getattr(func, "__name__", "") == "layer_norm" else func
+        return func(*args, **(kwargs or {}))
 
 class Plan:
-    """Channels of a jet and the rules on them.
+    """Channels of a jet and the rule of their products; jet(f, x, "t x y", "t-xx-yy") has
 
-    A term is a sorted tuple of variable numbers, a channel a linear combination of terms, ((term, factor), ...). Rules
-    for products need the proper parts of every term as channels of their own; a combination itself appears only
-    linearly, which is why it needs no more than one channel. jet(f, x, "t x y", "t-xx-yy") goes
+        wanted    [(((0,), 1), ((1, 1), -1), ((2, 2), -1))]: a term is a sorted tuple of variable numbers, a channel a
+                  linear combination of terms. Products need the proper parts of every term as channels of their own;
+                  a combination itself appears only linearly, which is why it needs no more than one channel
+        groups    x and y are used alike, as squares of one sum: a group [1, 2], for which x stands from here on
+        channels  0: the value, 1: x, which is the group's first derivatives [2, B, n], 2: t-xx-yy
+        leibniz   (a b)_2 = a b_2 + a_2 b - 2 a_1 b_1, where the product a_1 b_1 is summed over the group"""
 
-        parse      wanted = [(((0,), 1), ((1, 1), -1), ((2, 2), -1))]
-        group      x and y are used alike, as squares of one sum: a group [1, 2], for which x stands from here on,
-                   wanted = [(((0,), 1), ((1, 1), -1))]
-        channels   0: the value, 1: x, which is the group's first derivatives [2, B, n], 2: t-xx-yy
-        rules      f(z)_2 = f'(z) z_2 - f''(z) z_1 z_1  and  (a b)_2 = a b_2 + a_2 b - 2 a_1 b_1, where products of a
-                   group are summed over its variables: operations stay few and large in any dimension"""
+    group = staticmethod(lambda wanted, d: ([], wanted))  # kernels/jets.py looks for groups
 
-    def __init__(self, variables, derivatives):
+    def __init__(self, variables, derivatives, grad=False):
         number = {v: k for k, v in enumerate(variables.split())}
-        wanted = [self.parse(entry, number, variables) for entry in derivatives.split()]
-        groups, wanted = self.group(wanted, len(number))
-        channels = self.channels(wanted)
+        self.wanted = [_parse(entry, number) for entry in re.sub(r"\s*([-+*/])\s*", r"\1", derivatives).split()]
+        groups, wanted = self.group(self.wanted, len(number))
+        channels = _channels(wanted)
         at = {c: k for k, c in enumerate(channels)}
-        self.d = len(number)
+        self.d, self.grad = len(number), grad  # grad: whether autograd is on
         self.order = max([len(term) for c in channels for term, _ in c], default=0)
         self.groups = [None] * len(channels)  # variables of each channel that is a group
         for members in groups:
             self.groups[at[(((members[0],), 1),)]] = members
         self.seeds = [[(term[0], m) for term, m in c if len(term) == 1] for c in channels[1:]]  # of x itself
         self.outputs = [[(at[e], 1)] if e in at else [(at[((term, 1),)], m) for term, m in e] for e in wanted]
-        self.chain, self.leibniz = zip(*(self.rules(c, at) for c in channels))
+        self.leibniz = [_leibniz(c, at) for c in channels]
 
-    @staticmethod
-    def parse(entry, number, variables):
-        """"t-2*xx" -> (((0,), 1.0), ((1, 1), -2.0))"""
-        pattern = r"([+-]?)(?:(\d+\.?\d*(?:e-?\d+)?)\*)?((?:[A-Za-z]\d*)+)"  # sign, factor, product
-        if not re.fullmatch(f"(?:{pattern})(?:(?=[+-]){pattern})*", entry):
-            raise Refused(f"derivatives: {entry!r} is no sum of products of {variables!r}, like xx+yy or t-2*xx")
-        terms = {}
-        for sign, factor, product in re.findall(pattern, entry):
-            names = re.findall(r"[A-Za-z]\d*", product)
-            if not set(names) <= set(number) or len(names) > 3:
-                raise Refused(f"derivatives: {product!r} is no product of one to three of {variables!r}")
-            term = tuple(sorted(number[v] for v in names))
-            terms[term] = terms.get(term, 0) + float(sign + (factor or "1"))
-        return tuple(sorted(terms.items()))
+def _parse(entry, number):
+    """"t-1/2*xx" -> (((0,), 1.0), ((1, 1), -0.5))"""
+    name, factor = "|".join(sorted(number, key=len, reverse=True)), r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+    pattern = rf"([+-]?)(?:{factor}(?:/{factor})?\*)?((?:{name})+)"  # sign, factor, divisor, product
+    if not re.fullmatch(f"(?:{pattern})(?:(?=[+-]){pattern})*", entry):
+        raise Refused(f"derivatives: {entry!r} is no sum of products of {', '.join(number)}, like xx+yy or t-1/2*xx")
+    terms = {}
+    for sign, factor, divisor, product in re.findall(pattern, entry):
+        term = tuple(sorted(number[v] for v in re.findall(name, product)))
+        terms[term] = terms.get(term, 0) + float(sign + (factor or "1")) / float(divisor or 1)
+    return tuple(sorted(terms.items()))
 
-    @staticmethod
-    def group(wanted, d):
-        """Variables that occur only as squares, in the same entries with the same factors, two or more of them: their
-        groups, and `wanted` with the first variable of each in the place of all."""
-        roles = {}
-        for v in range(d):
-            uses = [(e, term == (v, v), m) for e, entry in enumerate(wanted) for term, m in entry if v in term]
-            squares = uses and all(square for _, square, _ in uses)
-            roles.setdefault(tuple(uses) if squares else v, []).append(v)
-        stay = {members[0] for members in roles.values()}
-        wanted = [tuple((term, m) for term, m in entry if set(term) <= stay) for entry in wanted]
-        return [members for members in roles.values() if len(members) > 1], wanted
+def _channels(wanted):
+    """The value (), single terms, and those combinations of which not all terms are there, by order."""
+    single = {((s, 1),) for entry in wanted for term, _ in entry for s, _ in splits(term)}
+    single |= {((term, 1),) for entry in wanted if len(entry) == 1 for term, _ in entry}
+    sums = {entry for entry in wanted if not all(((term, 1),) in single for term, _ in entry)}
+    return [()] + sorted(single | sums, key=lambda c: (max(len(term) for term, _ in c), c))
 
-    @staticmethod
-    def channels(wanted):
-        """The value (), single terms, and those combinations of which not all terms are there, by order."""
-        single = {((s, 1),) for entry in wanted for term, _ in entry for s, _ in splits(term)}
-        single |= {((term, 1),) for entry in wanted if len(entry) == 1 for term, _ in entry}
-        sums = {entry for entry in wanted if not all(((term, 1),) in single for term, _ in entry)}
-        return [()] + sorted(single | sums, key=lambda c: (max(len(term) for term, _ in c), c))
-
-    @staticmethod
-    def rules(channel, at):
-        """chain:   f(z)_c = f'(z) z_c + sum of  m f^(k)(z) z_i1 .. z_ik   (Faa di Bruno, k >= 2)
-        leibniz: (a b)_c = a b_c + a_c b + sum of  m a_i b_j"""
-        chain, leibniz = {}, {}
-        for term, m in channel:
-            for blocks in partitions(term):
-                if len(blocks) > 1:
-                    key = tuple(sorted(at[((block, 1),)] for block in blocks))
-                    chain[key] = chain.get(key, 0) + m
-            for s, rest in splits(term):
-                key = at[((s, 1),)], at[((rest, 1),)]
-                leibniz[key] = leibniz.get(key, 0) + m
-        return tuple(chain.items()), tuple(leibniz.items())
-
-
-_plans = {}
-
-def _plan(*key):
-    if key not in _plans:
-        _plans[key] = Plan(*key)
-    return _plans[key]
-
-_plan._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets, without importing the compiler
+def _leibniz(channel, at):
+    """(a b)_c = a b_c + a_c b + sum of  m a_i b_j  -> (((i, j), m), ...)"""
+    pairs = {}
+    for term, m in channel:
+        for s, rest in splits(term):
+            key = at[((s, 1),)], at[((rest, 1),)]
+            pairs[key] = pairs.get(key, 0) + m
+    return tuple(pairs.items())
 
 def splits(term):
     """Every way to split the factors of a term into two non-empty parts (s, rest)."""
@@ -438,66 +429,27 @@ def splits(term):
     pick = lambda mask: tuple(term[k] for k in range(n) if mask >> k & 1)
     return [(pick(mask), pick(~mask)) for mask in range(1, 2**n - 1)]
 
-def partitions(term):
-    """Every set partition of the factors of a term, as a list of lists of sorted tuples."""
-    if not term:
-        return [[]]
-    head, out = term[0], []
-    for blocks in partitions(term[1:]):
-        out.append([(head,)] + blocks)
-        out += [blocks[:k] + [tuple(sorted((head,) + blocks[k]))] + blocks[k + 1 :] for k in range(len(blocks))]
-    return out
+# Constants to torch.compile, marked as torch.compiler.assume_constant_result does, but without importing the compiler.
+def _plan(*key, plans={}):
+    if key not in plans:
+        with contextlib.suppress(ImportError):
+            import kernels.jets  # noqa: F401
+        plans[key] = Plan(*key)
+    return plans[key]
+
+def _say(line, said=set()):
+    if line not in said:
+        print(line, flush=True)
+    said.add(line)
+
+_plan._dynamo_marked_constant = _say._dynamo_marked_constant = True
 
 # Arithmetic of channels: tensors, or None for zero. A product of two channels of a group is summed over its variables.
 _plus = lambda a, b: b if a is None else a if b is None else a + b
 _times = lambda a, b: None if a is None or b is None else a * b
 _scale = lambda a, m: a if a is None or m == 1 else m * a
 _summed = lambda group, product: product.sum(0) if group and product is not None else product
-
-def _pointwise(taylor):
-    """Rule for y = f(z), given taylor(z, order) -> [f(z), f'(z), ...]; None stands for zero."""
-
-    def rule(a, *args, **kwargs):
-        z, plan = a.channels, a.plan
-        f = taylor(z[0], plan.order)
-        y = [f[0]] + [_times(f[1], c) for c in z[1:]]
-        for c, terms in enumerate(plan.chain):
-            factor = [None] * 4  # of f^(k)
-            for channels, m in terms:
-                product = z[channels[0]]
-                for k in channels[1:]:
-                    product = _times(product, z[k])
-                product = _summed(plan.groups[channels[0]], product)
-                factor[len(channels)] = _plus(factor[len(channels)], _scale(product, m))
-            for k in range(2, plan.order + 1):
-                y[c] = _plus(y[c], _times(f[k], factor[k]))
-        return Jet(y, plan)
-
-    return rule
-
-def _tanh(z, order):
-    y = torch.tanh(z)
-    f1 = 1 - y * y
-    f2 = -2 * y * f1
-    return [y, f1, f2, -2 * (f1 * f1 + y * f2) if order > 2 else None]
-
-def _sin(z, order):
-    s, c = torch.sin(z), torch.cos(z)
-    return [s, c, -s, -c]
-
-def _cos(z, order):
-    s, c = torch.sin(z), torch.cos(z)
-    return [c, -s, -c, s]
-
-def _power(p):
-    def taylor(z, order):
-        f, factor = [], 1.0
-        for k in range(order + 1):
-            f.append(None if factor == 0 else factor * z ** (p - k))
-            factor *= p - k
-        return f
-
-    return taylor
+_as_jet = lambda a, plan: a if isinstance(a, Jet) else Jet([a] + [None] * (len(plan.leibniz) - 1), plan)
 
 def _add(a, b):
     if not isinstance(a, Jet):
@@ -512,63 +464,63 @@ def _mul(a, b):
     if not isinstance(b, Jet):
         return a.map(lambda c: c * b)
     x, y = a.channels, b.channels
-    z = [x[0] * y[0]]
+    z = [_times(x[0], y[0])]
     for c in range(1, len(x)):
         z_c = _plus(_times(x[0], y[c]), _times(x[c], y[0]))
         for (i, j), m in a.plan.leibniz[c]:
-            z_c = _plus(z_c, _scale(_summed(a.plan.groups[i], _times(x[i], y[j])), m))
+            if a is not b or i <= j:  # of a square's equal products one, twice
+                product = _summed(a.plan.groups[i], _times(x[i], y[j]))
+                z_c = _plus(z_c, _scale(product, 2 * m if a is b and i < j else m))
         z.append(z_c)
     return Jet(z, a.plan)
 
+def _pointwise(taylor, a, inplace=False):
+    """f(v + d) = f(v) + f'(v) d + f''(v) d^2 / 2 + ... for the value v and the rest d, of which powers above the order
+    vanish, given taylor(v, order) -> [f(v), f'(v), ...]; None stands for zero."""
+    if inplace:
+        raise TypeError("no rule for inplace=True")
+    d = power = Jet([None] + a.channels[1:], a.plan)
+    f = taylor(a.channels[0], a.plan.order)
+    y = [f[0]] + [_times(f[1], c) for c in d.channels[1:]]
+    for k in range(2, a.plan.order + 1):
+        power, f_k = _mul(power, d), _scale(f[k], 1 / math.factorial(k))
+        y = [_plus(c, _times(f_k, p)) for c, p in zip(y, power.channels)]
+    return Jet(y, a.plan)
+
+def _tanh(z, order):
+    f = [torch.tanh(z)]
+    f.append(1 - f[0] * f[0])
+    for n in range(1, order):  # f'' = -2 f f', differentiated by Leibniz
+        products = [_scale(f[k] * f[n - k], math.comb(n - 1, k)) for k in range(n)]
+        f.append(-2 * functools.reduce(_plus, products))
+    return f
+
+def _power(p, z, order):
+    factors = [math.prod([p - i for i in range(k)]) for k in range(order + 1)]
+    return [None if m == 0 else _scale(z ** (p - k), m) for k, m in enumerate(factors)]
+
+_turns = lambda s, c, order: [s, c, -s, -c] * (order // 4 + 1)
+_kink = lambda f, slope, order: [f, slope] + [None] * (order - 1)
 _neg = lambda a: a.map(lambda c: -c)
 _sub = lambda a, b: _add(a, _neg(b) if isinstance(b, Jet) else -b)
-_lerp = lambda a, b, weight: _add(a, _mul(_sub(b, a), weight))
-_pow = lambda a, p: _pointwise(_power(p))(a)
+_pow = lambda a, p: _pointwise(functools.partial(_power, p), a)
 _div = lambda a, b: _mul(a, _pow(b, -1) if isinstance(b, Jet) else 1 / b)
+_linear = lambda a, weight, bias=None: _add(RULES["matmul"](a, weight.mT), 0 if bias is None else bias)
 
 def _matmul(a, w):
-    """a @ w for a constant w: one product over all channels where they have the value's shape. Their rows are put one
-    below the other: [channels, batch, n] stacked over seeds inductor takes for a channels-last image and transposes."""
-    if not isinstance(a, Jet) or isinstance(w, Jet):
-        raise NotImplementedError("jet: a matrix product takes the jet on the left and a constant on the right")
-    v = a.channels[0]
-    if w.shape[-1] < 8 or w.dim() > 2 or any(c.shape[-v.dim() :] != v.shape for c in a.channels if c is not None):
-        return a.map(lambda c: torch.matmul(c, w))  # also at the output, where not every channel is read
-    at = [k for k, c in enumerate(a.channels) if c is not None]
-    parts, channels = [a.channels[k].reshape(-1, v.shape[-1]) for k in at], [None] * len(a.channels)
-    for k, c in zip(at, torch.matmul(torch.cat(parts), w).split([len(c) for c in parts])):
-        channels[k] = c.reshape(*a.channels[k].shape[:-1], *w.shape[1:])
-    return Jet(channels, a.plan)
-
-_linear = lambda a, weight, bias=None: _matmul(a, weight.mT) if bias is None else _add(_matmul(a, weight.mT), bias)
+    """a @ w for a constant w; kernels/jets.py has the other cases, and one product for all channels."""
+    n = a.channels[0].shape[-1]
+    return a.map(lambda c: torch.matmul(c.expand(*c.shape[:-1], n), w))
 
 def squared_distance(x, w, b):
     """sum_k (w_ik x_k + b_ik)^2 = [w^2, 2 w b, |b|^2] . [x^2, x, 1] as one product; the value in float64, derivatives,
     in which less cancels, in the precision of w."""
+    square = lambda x, w, b: F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
     if not isinstance(x, Jet):
-        return _expanded_square(x.double(), w.double(), b.double())
-    short = x.is_input and any(x.plan.groups)
-    s = _by_unit_vectors(x, w, b) if short else _expanded_square(x, w, b)
+        return square(x.double(), w.double(), b.double())
+    s = RULES["by_unit_vectors"](square, x, w, b) if x.is_input and any(x.plan.groups) else square(x, w, b)
     if w.dtype != torch.float64:
         s.channels[0] = squared_distance(x.channels[0], w, b)
-    return s
-
-def _expanded_square(x, w, b):
-    return F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
-
-def _by_unit_vectors(x, w, b):
-    """Short cut for the network's own input, where the first derivatives of a group are unit vectors: that in x_k is
-    2 w_ik^2 x_k + 2 w_ik b_ik, a product of depth two, which torch.compile leaves in one piece."""
-    plan, v = x.plan, x.channels[0]
-    s = _expanded_square(Jet([None if group else c for c, group in zip(x.channels, plan.groups)], plan), w, b)
-    for k, group in enumerate(plan.groups):
-        if group:
-            w_k, b_k, v_k = w.mT[group], b.mT[group], v.mT[group]  # [variables, n] and [variables, batch]
-            factors = torch.stack([2 * w_k * w_k, 2 * w_k * b_k], 1)  # [variables, 2, n]
-            s.channels[k] = torch.stack([v_k, torch.ones_like(v_k)], -1) @ factors
-            for c, terms in enumerate(plan.chain):
-                for m in [m for used, m in terms if used == (k, k)]:
-                    s.channels[c] = _plus(s.channels[c], 2 * m * (w_k * w_k).sum(0))
     return s
 
 def _getitem(a, index):
@@ -578,39 +530,51 @@ def _getitem(a, index):
 
 def _cat(parts, dim=0):
     plan = next(a.plan for a in parts if isinstance(a, Jet))
-    jets = [a if isinstance(a, Jet) else Jet([a] + [None] * (len(plan.chain) - 1), plan) for a in parts]
+    jets = [_as_jet(a, plan) for a in parts]
     dim = dim if dim < 0 else dim - jets[0].channels[0].dim()
     return Jet([None if all(a.channels[k] is None for a in jets) else torch.cat([a.full(k) for a in jets], dim)
-                for k in range(len(plan.chain))], plan)
+                for k in range(len(plan.leibniz))], plan)
 
-_exp = lambda z, order: [torch.exp(z)] * 4
-_relu = lambda z, order: [torch.relu(z), (z > 0).to(z.dtype), None, None]
-_abs = lambda z, order: [torch.abs(z), torch.sign(z), None, None]
-
+_of = lambda taylor: functools.partial(_pointwise, taylor)
 RULES = {
-    "linear": _linear, "matmul": _matmul, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "neg": _neg,
-    "rsub": lambda a, b: _sub(b, a), "pow": _pow, "square": lambda a: _mul(a, a), "cat": _cat, "lerp": _lerp,
-    "tanh": _pointwise(_tanh), "sin": _pointwise(_sin), "cos": _pointwise(_cos),
-    "sigmoid": lambda a: _add(_mul(RULES["tanh"](_mul(a, 0.5)), 0.5), 0.5),
-    "exp": _pointwise(_exp), "relu": _pointwise(_relu), "abs": _pointwise(_abs),
-    "silu": lambda a, **kwargs: _mul(a, RULES["sigmoid"](a)),
+    "linear": _linear, "matmul": _matmul, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "neg": _neg, "pow": _pow,
+    "square": lambda a: _mul(a, a), "cat": _cat, "lerp": lambda a, b, weight: _add(a, _mul(_sub(b, a), weight)),
+    "tanh": _of(_tanh), "exp": _of(lambda z, order: [torch.exp(z)] * (order + 1)),
+    "sin": _of(lambda z, order: _turns(torch.sin(z), torch.cos(z), order)),
+    "cos": _of(lambda z, order: _turns(torch.cos(z), -torch.sin(z), order)),
+    "relu": _of(lambda z, order: _kink(torch.relu(z), (z > 0).to(z.dtype), order)),
+    "abs": _of(lambda z, order: _kink(torch.abs(z), torch.sign(z), order)),
+    "sigmoid": lambda a, inplace=False: _add(_mul(RULES["tanh"](_mul(a, 0.5), inplace), 0.5), 0.5),
+    "silu": lambda a, inplace=False: _mul(a, RULES["sigmoid"](a, inplace)),
+    "to": lambda a, *args, **kwargs: a.map(lambda c: c.to(*args, **kwargs)),
 }
+
+def _rule(name):
+    if name not in RULES:
+        raise AttributeError(f"no rule for {name}" + ("" if "gelu" in RULES else " without kernels/ beside common.py"))
+    return RULES[name]
 
 class Jet:
     """Channels of a jet: [0] the value [B, n], then one per entry of its plan; a channel is a tensor that
     broadcasts against the value, or None for zero."""
 
     short_cuts = True  # kernels/natural_gradient.py, which must see every product, switches them off for a while
+    __eq__ = __bool__ = None  # errors, until kernels/jets.py says otherwise
 
     def __init__(self, channels, plan, is_input=False):
+        if plan.grad and not torch.is_grad_enabled():
+            raise Refused("f: torch.no_grad or an autograd.Function hides derivatives; use detach() or plain operations")
+        v = channels[0]
+        if v is not None and any(g and c is not None and c.dim() <= v.dim() for c, g in zip(channels, plan.groups)):
+            raise TypeError("no rule for more dimensions than a group expects")
         self.channels, self.plan, self.is_input = channels, plan, is_input
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        rule = RULES.get(func.__name__)
-        if rule is None:
-            raise NotImplementedError(f"jet: no rule for {func.__name__}; there are rules for {', '.join(RULES)}")
-        return rule(*args, **(kwargs or {}))
+        return _rule(func.__name__)(*args, **(kwargs or {}))
+
+    def __getattr__(self, name):  # the method form of a rule
+        return functools.partial(_rule(name), self)
 
     def full(self, k):
         """Channel k, expanded to the shape of the value, with the variables of a group in front."""
@@ -620,9 +584,6 @@ class Jet:
 
     def map(self, f):
         return Jet([None if c is None else f(c) for c in self.channels], self.plan)
-
-    def to(self, *args):
-        return self.map(lambda c: c.to(*args))
 
     # Operators are the rule functions themselves: torch.compile traces that without graph breaks.
     __add__ = __radd__ = _add
