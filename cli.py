@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common import (KINDS, MLP, Alone, ModifiedMLP, Periodic, PirateNet, Problem, Refused, Save, Schedule, atomically,
-                    check_choices, eps_rank, make_optimizer, sfli, train, write_rows)
+from common import (KINDS, MLP, Alone, ModifiedMLP, Periodic, PirateNet, Problem, Refused, Save, Schedule,
+                    check_choices, eps_rank, make_optimizer, sfli, train)
 from kernels import cpu
-from kernels.checkpoint import read_checkpoint
+from kernels.checkpoint import atomically, read_checkpoint, write_rows
 from kernels.process import (FLAGS, Together, answered, cached, check_memory, choose_device, commit, fail, held, world,
                              write_json)
 
@@ -47,7 +47,6 @@ def positive(kind):
     return number(kind, lambda v: 0 < v < math.inf, f"a positive {'integer' if kind is int else 'number'}")
 
 natural = number(int, lambda v: 0 <= v <= 10**12, "an integer from 0 to 10^12")
-fraction = number(float, lambda v: 0 <= v < 1, "a number in [0, 1)")
 
 def parser(description, presets):
     """The flags that mean the same in every script."""
@@ -66,7 +65,8 @@ def parser(description, presets):
     flag("--optimizer", choices=["adam", "soap", "ng"],
          help="soap needs the package pytorch-optimizer; ng is natural gradient (one seed, float64)")
     flag("--damping", type=positive(float), help="first damping lambda of ng (default 1e-3); it adapts")
-    flag("--momentum", type=fraction, help="SPRING momentum of ng, in [0, 1) (default 0)")
+    flag("--momentum", help="SPRING momentum of ng, in [0, 1) (default 0)",
+         type=number(float, lambda v: 0 <= v < 1, "a number in [0, 1)"))
     flag("--seed", type=natural, default=0, help="first seed (default 0)")
     flag("--seeds", type=positive(int), help="number of seeds, trained at once (default 1; 5 in the tables)")
     flag("--gamma", type=lambda text: text if text == "auto" else positive(float)(text),
@@ -243,10 +243,9 @@ def configurations(args, choices, name, over=({},), second_order=False):
     for run in runs:
         run.config = name(run)
         check_memory(run, getattr(run, "d", 1))
+        keep_finished(run)
     if args.resume and not any(has_checkpoint(run_folder(run)) for run in runs):
         fail(f"--resume: there is no checkpoint in {run_folder(runs[0])}; run without --resume first")
-    for run in runs:
-        keep_finished(run)
     return runs
 
 def keep_finished(args):
@@ -405,12 +404,10 @@ COLORS = {"baseline": "black", "gauss": "tab:blue", "tanh": "tab:orange", "cos":
 
 def figure(rows, columns, size=(4.0, 3.2)):
     """Figure and array of axes, drawn without a display."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(rows, columns, figsize=(size[0] * columns, size[1] * rows), squeeze=False, layout="constrained")
+    fig = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    return fig, fig.subplots(rows, columns, squeeze=False)
 
 def save_figure(fig, path):
     atomically(path, lambda tmp: fig.savefig(tmp, dpi=120, format="png"))

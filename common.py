@@ -13,12 +13,9 @@ No setting of PyTorch is changed; on a CPU torch.set_flush_denormal(True) at the
 """
 import contextlib
 import copy
-import csv
 import functools
 import importlib
-import io
 import math
-import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -1009,7 +1006,7 @@ def record(state, rows, keep, callback, save, processes):
     state.history, state.sums, state.count = state.history + rows, {}, 0
     state.best = state.best or {k: v.clone() for k, v in tensors.items()}
     if save is not None and processes.number == 0:
-        write_rows(Path(save.folder) / "history.csv", state.history)
+        _kernel("checkpoint", "save").write_rows(Path(save.folder) / "history.csv", state.history)
     for s, row in enumerate(rows):
         if callback is not None and processes.number == 0:
             callback(state.step, row)
@@ -1041,23 +1038,3 @@ class Clock:
             shown = [f"{k} {row[k]:.3g}" for k in ("loss", "rel_l2", "eps_rank", "damping", "eta") if k in row]
             left = (now - self.start) / (state.step - self.first) * (self.steps - state.step) / 60
             print(f"step {state.step} of {self.steps}: {', '.join(shown)}, {left:.1f} min to go", flush=True)
-
-def atomically(path, write):
-    """write(temporary path), then rename: `path` is always whole, the old one or the new one."""
-    tmp = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(tmp)
-        os.replace(tmp, path)
-    except OSError as e:
-        raise Refused(f"folder: cannot write {path} ({e.strerror}); make room, or choose another") from None
-    finally:
-        with contextlib.suppress(OSError):
-            tmp.unlink(missing_ok=True)
-
-def write_rows(path, rows):
-    text = io.StringIO()
-    out = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    out.writeheader()
-    out.writerows(rows)
-    atomically(path, lambda tmp: tmp.write_text(text.getvalue()))

@@ -25,8 +25,8 @@ from pathlib import Path
 # First: from here on Ctrl-C is answered in one line.
 from cli import (answered, begin, cached, check_chunks, configurations, fail, figure, figure_folder, folder_of,
                  gamma_of, network, parse_args, positive, relative_l2, run, run_folder, save_figure, settings_of, world,
-                 write_json)
-from common import Periodic, jet, uniform, volume, write_rows
+                 write_json, write_rows)
+from common import Periodic, jet, uniform, volume
 
 import numpy as np
 import torch

@@ -1,4 +1,6 @@
-"""Checkpoints of common.train(save=Save("runs/mine")): whole at every moment, whatever happens to the process."""
+"""Files of common.train(save=Save("runs/mine")): whole at every moment, whatever happens to the process."""
+import contextlib
+import csv
 import io
 import os
 import time
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from common import Refused, State, atomically
+from common import Refused, State
 
 
 def pack(state, processes):
@@ -102,3 +104,25 @@ def load_checkpoint(save, steps):
     if saved["step"] > steps + 1:
         raise Refused(f"steps: {save.folder} is at step {saved['step'] - 1} already; use as many at least")
     return saved
+
+
+def atomically(path, write):
+    """write(temporary path), then rename: `path` is always whole, the old one or the new one."""
+    tmp = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(tmp)
+        os.replace(tmp, path)
+    except OSError as e:
+        raise Refused(f"folder: cannot write {path} ({e.strerror}); make room, or choose another") from None
+    finally:
+        with contextlib.suppress(OSError):
+            tmp.unlink(missing_ok=True)
+
+
+def write_rows(path, rows):
+    text = io.StringIO()
+    out = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    out.writeheader()
+    out.writerows(rows)
+    atomically(path, lambda tmp: tmp.write_text(text.getvalue()))

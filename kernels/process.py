@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from common import Refused, Stopped, atomically
+from common import Refused, Stopped
+from kernels.checkpoint import atomically
 
 # How it ends --------------------------------------------------------------------------------------
 
