@@ -813,6 +813,10 @@ def make_optimizer(name, problem, lr, options):
 class Bound(nn.Module):
     """f(net, batch) as a module, so that functional_call() puts parameters wherever f looks for them in net."""
 
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
     def forward(self, f, batch):
         return f(self.net, batch)
 
@@ -822,8 +826,7 @@ class Problem:
 
     def __init__(self, nets, residuals, causal=None, processes=Alone):
         self.nets, self.of_one, self.causal, self.processes = nets, residuals, causal, processes
-        self.bound, self.sent = Bound(), {}
-        self.bound.net = nets[0]
+        self.bound, self.sent = Bound(nets[0]), {}
         self.vmapped, self.own_grad = len(nets) > 1, False  # until residuals refuse vmap, or call torch.autograd.grad
         self.by_time = _kernel("weights", "causal: weighting by time").causal_weights if causal else None
         params, self.buffers = dict(nets[0].named_parameters()), dict(nets[0].named_buffers())
