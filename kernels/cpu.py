@@ -5,6 +5,7 @@ interfaces of glibc and PyTorch: where one of them fails, one line says so and e
 """
 import contextlib
 import ctypes
+import functools
 import os
 import shutil
 import sys
@@ -93,6 +94,34 @@ def by_onednn():
             return get_hash_for_files((__file__,))
 
     return ByOneDNN()
+
+
+@functools.cache
+def openblas():
+    """Where PyTorch's MKL is slow in float64, on AMD CPUs: how numpy's OpenBLAS tells and takes its number of threads,
+    (get, set), or None. By machine and not by a timing, so that a run repeated gives the same bits."""
+    with contextlib.suppress(ImportError, OSError, AttributeError):  # no numpy, no Linux
+        from numpy.linalg import _umath_linalg
+
+        if "AuthenticAMD" not in Path("/proc/cpuinfo").read_text():
+            return None
+        library = ctypes.CDLL(_umath_linalg.__file__)
+        for name in ("scipy_openblas_{}_num_threads64_", "openblas_{}_num_threads64_", "openblas_{}_num_threads"):
+            if hasattr(library, name.format("set")):
+                return [getattr(library, name.format(verb)) for verb in ("get", "set")]
+    return None
+
+
+def gram(A):
+    """A A^T of a float64 matrix by OpenBLAS, which computes half of it, with as many threads as torch takes."""
+    get, set = openblas()
+    before = get()
+    set(torch.get_num_threads())
+    try:
+        array = A.detach().numpy()
+        return torch.from_numpy(array @ array.T)
+    finally:
+        set(before)
 
 
 def self_report():

@@ -6,7 +6,12 @@ import math
 
 import torch
 
-from common import Bound, Jet, Refused
+from common import Jet, Refused
+
+try:
+    from kernels import cpu
+except ImportError:  # this file was copied without it
+    cpu = None
 
 NG_BYTES = 4e9  # limit for J and its Gram matrix
 
@@ -84,7 +89,8 @@ class NaturalGradient:
         eta = top = self.param_groups[0]["lr"]
         for _ in range(self.TRIES):
             move(eta)
-            r = self.residuals(self.net, self.batch)
+            with torch.set_grad_enabled(self.jacobian is jacobian_by_rows):  # they may differentiate by x themselves
+                r = self.residuals(self.net, self.batch)
             if sum((self.factor[k] * r[k]).square().sum().item() for k in r) < self.loss:  # not where it is nan
                 break
             eta /= 2
@@ -110,42 +116,42 @@ class NaturalGradient:
             return R, P
 
         check(max((len(v) for v in batch.values() if v.dim()), default=0))  # before the residuals take as much memory
-        with torch.no_grad():
-            return check(sum(len(v) for v in self.residuals(self.net, batch).values()))
+        return check(sum(len(v) for v in self.residuals(self.net, batch).values()))
 
     def choose_jacobian(self, batch):
-        """Buffer for J and the way to fill it: jacobian() where it is right, else torch.func, many times slower, for
-        residuals that mix samples and modules whose parameters enter otherwise than through linear or lerp."""
+        """Buffer for J and the way to fill it: jacobian() where J z is the derivative of r along z for a random z, else
+        jacobian_by_rows(), many times slower, for what jacobian() does not know."""
         R, P = self.size(batch)
         print(f"natural gradient: J {R} x {P} in float64, {8e-6 * R * P:.0f} MB", flush=True)
         J = torch.empty(R, P, dtype=torch.float64, device=self.params[0].device)
         try:
-            plain = lambda r: {k: torch.ones_like(v) for k, v in r.items()}
-            if self.is_right(jacobian(self.residuals, self.net, batch, plain, J)[2], batch):
+            jacobian(self.residuals, self.net, batch, ones, J)
+            z = torch.randn(P, generator=torch.Generator().manual_seed(0), dtype=J.dtype).to(J)
+            difference = J @ z - derivative_along(z, self.residuals, self.net, batch)
+            if not difference.norm() > 1e-9 * J.norm():  # rounding; nan is for direction() to report
                 return J, jacobian
-            why = "it would be wrong here"
-        except Exception as e:
-            why = f"{type(e).__name__}: {e}"
-        print(f"natural gradient: torch.func takes over from jacobian(), slowly ({why})", flush=True)
-        return None, jacobian_by_func
-
-    def is_right(self, J, batch):
-        """Whether v^T J is the gradient of v . r and J z the derivative along z, for random v and z: the columns and
-        the rows of J. The latter is the gradient of z . (v^T J) with respect to v, whatever v is."""
-        g = torch.Generator(J.device).manual_seed(0)
-        v, z = (torch.randn(n, generator=g, dtype=J.dtype, device=J.device) for n in J.shape)
-        v.requires_grad_()
-        r = torch.cat(list(self.residuals(self.net, batch).values()))
-        grads = torch.autograd.grad(r, self.params, v, create_graph=True, allow_unused=True, materialize_grads=True)
-        vJ = torch.cat([d.flatten() for d in grads])
-        (Jz,) = torch.autograd.grad(vJ, v, z)
-        rounding = lambda n: 1e-9 * math.sqrt(n) * J.norm()
-        wrong = (v @ J - vJ).norm() > rounding(len(v)) or (J @ z - Jz).norm() > rounding(len(z))
-        return not wrong  # nan is for direction() to report
+            why = "residuals of several samples, or parameters that enter by no linear map"
+        except Exception as e:  # whatever it is, the other way meets it too if it is an error of the residuals
+            why = f"{type(e).__name__}: {e}".splitlines()[0]
+        print(f"natural gradient: backward row by row, slowly ({why})", flush=True)
+        return None, jacobian_by_rows
 
 
 def trained(net):
     return [p for p in net.parameters() if p.requires_grad]
+
+
+def ones(r):
+    return {k: torch.ones_like(v) for k, v in r.items()}
+
+
+def derivative_along(z, residuals, net, batch):
+    """d r(theta + s z) / d s at s = 0, [rows], by two backward passes: J^T v is linear in v, and d (z . J^T v) / d v
+    is J z. Forward mode would want rules that not every operation has."""
+    r, params = torch.cat(list(residuals(net, batch).values())), trained(net)
+    v = torch.zeros_like(r, requires_grad=True)
+    grads = torch.autograd.grad(r, params, v, create_graph=True, allow_unused=True, materialize_grads=True)
+    return torch.autograd.grad(torch.cat([g.flatten() for g in grads]), v, z)[0]
 
 
 def row_factors(problem, r, w):
@@ -155,7 +161,10 @@ def row_factors(problem, r, w):
 
 
 def gram(A):
-    """Lower triangle of A A^T (what Cholesky reads), by blocks of rows: little more than half the work."""
+    """Lower triangle of A A^T (what Cholesky reads), by blocks of rows: little more than half the work. On a CPU by
+    OpenBLAS where that is faster."""
+    if A.device.type == "cpu" and cpu and cpu.openblas():
+        return cpu.gram(A)
     n = len(A)
     G, block = A.new_zeros(n, n), -(-n // 8)
     for i in range(0, n, block):
@@ -164,11 +173,13 @@ def gram(A):
 
 
 class Tape(torch.overrides.TorchFunctionMode):
-    """Records every operation through which parameters meet samples: linear(a, W, b) and lerp(y, h, alpha)."""
+    """Records every operation through which parameters meet samples: linear(a, W, b), and a number that is trained (a
+    coefficient of the equation, the alpha of a PirateNet) in any operation with an array of samples."""
 
     def __init__(self):
         super().__init__()
-        self.records = []  # (channels of the input, W or alpha, b, channels of the output)
+        self.maps = []  # (channels of the input, W, b, channels of the output)
+        self.numbers = []  # (number, its copies, one for each sample)
 
     def __enter__(self):
         Jet.short_cuts = False  # past linear()
@@ -179,22 +190,36 @@ class Tape(torch.overrides.TorchFunctionMode):
         return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name not in ("linear", "lerp"):
-            return out
-        if isinstance(out, Jet):  # gradients per sample want a row per sample, also where all rows are equal
-            out = Jet([None if c is None else out.full(k) for k, c in enumerate(out.channels)], out.plan)
-        if name == "linear":
-            a, W, b = [*args, *(kwargs or {}).values(), None][:3]
-        else:
-            (y, h, W), b = [*args, *(kwargs or {}).values()], None
-            a = h - y
-        if not any(isinstance(p, torch.Tensor) and p.requires_grad for p in (W, b)):  # a fixed map
-            return out
-        channels = lambda a: a.channels if isinstance(a, Jet) else [a]
-        self.records.append((channels(a), W, b, channels(out)))
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") != "linear":
+            return func(*self.copied(args), **kwargs)
+        out = func(*args, **kwargs)
+        a, W, b = [*args, *kwargs.values(), None][:3]
+        if W.requires_grad or b is not None and b.requires_grad:
+            if isinstance(out, Jet):  # gradients per sample want a row per sample, also where all rows are equal
+                out = Jet([None if c is None else out.full(k) for k, c in enumerate(out.channels)], out.plan)
+            self.maps.append((channels(a), W, b, channels(out)))
         return out
+
+    def copied(self, args):
+        """args with a copy per sample, [B] or [B, 1], of each number that is trained: backward tells them apart. The
+        copies are cut off from the number, to which the chain rule leads on in number_rows()."""
+        shapes = [channels(a)[0].shape for a in args if isinstance(a, (Jet, torch.Tensor))]
+        shape = max(shapes, key=len, default=())
+        if not shape:
+            return args
+        rows, out = (shape[0],) if len(shape) == 1 else (shape[-2], 1), []
+        for a in args:
+            if isinstance(a, torch.Tensor) and a.requires_grad and a.numel() == 1 and a.dim() < 2:
+                self.numbers.append((a, a.detach().expand(rows).clone().requires_grad_()))
+                a = self.numbers[-1][1]
+            out.append(a)
+        return out
+
+
+def channels(a):
+    return a.channels if isinstance(a, Jet) else [a]
+
 
 class Rows:
     """The rows of J that belong to one residual, [B, parameters]: put() writes, then adds to, the columns of p."""
@@ -215,12 +240,11 @@ class Rows:
 
 def jacobian(residuals, net, batch, scale, J):
     """r {name: [B]}, its factors scale(r), and J [rows, parameters] = d (factor * r) / d theta of all residuals, one
-    below the other, in the order of net.parameters(), written to the buffer J if its size fits.
+    below the other, in the order of net.parameters() without the frozen ones, written to the buffer J if its size fits.
 
     Every residual depends on its own sample alone, so one backward pass of sum r gives, at the output of each linear
     map, the gradients of all samples side by side; with the map's input they make the rows of J, summed over the
-    channels of a jet. One backward pass per name. Coefficients beside the network, say of an inverse problem, have
-    their columns apart."""
+    channels of a jet. One backward pass per name."""
     params = trained(net)
     with Tape() as tape:
         r = residuals(net, batch)
@@ -228,56 +252,58 @@ def jacobian(residuals, net, batch, scale, J):
         factor = scale({k: v.detach() for k, v in r.items()})
         R, P = sum(len(v) for v in r.values()), sum(p.numel() for p in params)
         J = J if J is not None and J.shape == (R, P) else params[0].new_empty(R, P)
-        moves = lambda c: c is not None and c.requires_grad
-        outputs = [c for *_, out in tape.records for c in out if moves(c)]
-        row, written = 0, set()
+        varies = lambda c: c is not None and c.requires_grad
+        outputs = [c for *_, out in tape.maps for c in out if varies(c)] + [copies for _, copies in tape.numbers]
+        row = 0
         for k, v in r.items():
             grads = iter(torch.autograd.grad(v, outputs, factor[k], retain_graph=True, allow_unused=True))
             rows = Rows(J[row : row + len(v)], params)
             row += len(v)
-            for a, W, b, out in tape.records:
-                delta = [next(grads) if moves(c) else None for c in out]
+            for a, W, b, out in tape.maps:
+                delta = [next(grads) if varies(c) else None for c in out]
                 used = [(d, c) for d, c in zip(delta, a) if d is not None]
                 used = [(e, f) for d, c in used for e, f in (zip(d, c) if d.dim() > 2 else [(d, c)])]  # groups apart
-                if W.dim() not in (0, 2) or any(d.dim() != 2 or len(d) != len(v) for d, _ in used):
-                    raise NotImplementedError("jacobian: a residual per sample and maps of [B, n] are wanted")
+                if W.dim() != 2 or any(d.dim() != 2 or len(d) != len(v) for d, _ in used):
+                    raise NotImplementedError("a residual per sample and maps of [B, n] are wanted")
                 if used:
-                    lerp_rows(rows, W, used) if W.dim() == 0 else linear_rows(rows, W, b, used, delta[0], params)
+                    linear_rows(rows, W, b, used, delta[0], params)
+            for (number, _), d in zip(tape.numbers, grads):
+                if d is not None:
+                    number_rows(rows, number, d.flatten(), params)
             rows.finish()
-            written |= rows.written
-        loose_columns(r, factor, params, written, J)
     return {k: v.detach() for k, v in r.items()}, factor, J
 
 
-@torch.enable_grad()
-def loose_columns(r, factor, params, written, J):
-    """Columns of small parameters that met no sample through linear or lerp: d r / d p_j is the gradient with respect
-    to v of d (v . r) / d p_j."""
-    at = 0
-    for p in params:
-        if p not in written and p.numel() <= 16:
-            v = {k: torch.zeros_like(r[k], requires_grad=True) for k in r}
-            (g,) = torch.autograd.grad(list(r.values()), p, list(v.values()), create_graph=True, allow_unused=True)
-            for j in range(p.numel() if g is not None else 0):
-                column = torch.autograd.grad(g.flatten()[j], list(v.values()), retain_graph=True, allow_unused=True,
-                                             materialize_grads=True)
-                J[:, at + j] = torch.cat([factor[k] * c for k, c in zip(r, column)])
-        at += p.numel()
-
-
-def lerp_rows(rows, alpha, used):
-    """lerp(y, h, alpha) = y + alpha (h - y): (h - y) times the gradient, summed. used: [(gradient, input)] [B, n]"""
-    rows.put(alpha, sum((d * c).sum(1, keepdim=True) for d, c in used))
+def number_rows(rows, number, d, params):
+    """d [B] is the gradient at the copies of a number; where it is made of parameters the chain rule leads on."""
+    if number in rows.block:
+        return rows.put(number, d.unsqueeze(1))
+    for p, g in zip(params, torch.autograd.grad(number, params, retain_graph=True, allow_unused=True)):
+        if g is not None:
+            rows.put(p, torch.outer(d, g.flatten()))
 
 
 def linear_rows(rows, W, b, used, at_b, params):
-    """a W^T + b: outer products of gradient and input, summed over the channels; where W is made of parameters
-    (factorized weights, a Gaussian layer) the chain rule leads on to them."""
+    """a W^T + b: outer products of gradient and input, summed over the channels, used = [(gradient, input)] [B, n]. Where
+    W and b are made of parameters (factorized weights, a Gaussian layer) the chain rule leads on to them."""
     at_b = torch.zeros_like(used[0][0]) if at_b is None else at_b
-    B = len(at_b)
-    plain = W in rows.block and (b is None or b in rows.block)
-    to = rows.block[W].unflatten(1, W.shape) if plain else at_b.new_empty(B, *W.shape)
-    add = plain and W in rows.written
+    made = {}  # what is no parameter itself: gradients [B, *shape]
+    if W.requires_grad:
+        at_W = outer_products(rows, W, used, len(at_b))
+        made |= {} if W in rows.block else {W: at_W}
+    if b is not None and b.requires_grad:
+        rows.put(b, at_b) if b in rows.block else made.update({b: at_b})
+    options = dict(retain_graph=True, allow_unused=True, is_grads_batched=True)
+    for p, g in zip(params, torch.autograd.grad(list(made), params, list(made.values()), **options) if made else []):
+        if g is not None:
+            rows.put(p, g)
+
+
+def outer_products(rows, W, used, B):
+    """[B, *W.shape], in the columns of W or, where it is no parameter, in a new array."""
+    own = W in rows.block
+    to = rows.block[W].unflatten(1, W.shape) if own else W.new_empty(B, *W.shape)
+    add = own and W in rows.written
     used = [(d.unsqueeze(2), c.expand(B, -1).unsqueeze(1)) for d, c in used]
     size = max(1, 2**18 // W.numel())  # rows at a time, so that all channels meet them in the cache
     for lo in range(0, B, size):
@@ -285,28 +311,20 @@ def linear_rows(rows, W, b, used, at_b, params):
         for i, (d, c) in enumerate(used):
             d, c = d[lo : lo + size], c[lo : lo + size]
             part.addcmul_(d, c) if i or add else torch.mul(d, c, out=part)
-    if plain:
+    if own:
         rows.written.add(W)
-        if b is not None:
-            rows.put(b, at_b)
-        return
-    made, by = zip(*((m, g) for m, g in ((W, to), (b, at_b)) if m is not None and m.requires_grad))
-    chain = torch.autograd.grad(made, params, by, retain_graph=True, allow_unused=True, is_grads_batched=True)
-    for p, g in zip(params, chain):
-        if g is not None:
-            rows.put(p, g)
+    return to
 
 
-def jacobian_by_func(residuals, net, batch, scale, J):
-    """The same for any module, by one backward pass per row (torch.func.jacrev)."""
-    with torch.no_grad():
-        r = residuals(net, batch)
-        factor, bound = scale(r), Bound(net)
-
-    def stacked(p):
-        r = torch.func.functional_call(bound, p, (residuals, batch))
-        return torch.cat([factor[k] * r[k] for k in r])
-
-    params = {f"net.{name}": p for name, p in net.named_parameters() if p.requires_grad}
-    J = torch.func.jacrev(stacked, chunk_size=64)(params)
-    return r, factor, torch.cat([d.detach().reshape(len(d), -1) for d in J.values()], 1)
+def jacobian_by_rows(residuals, net, batch, scale, J):
+    """The same for any residuals, by one backward pass per row, 64 at a time."""
+    params = trained(net)
+    r = residuals(net, batch)
+    stacked, r = torch.cat(list(r.values())), {k: v.detach() for k, v in r.items()}
+    factor = scale(r)
+    parts = []
+    for v in torch.diag(torch.cat([factor[k] for k in r])).split(64):
+        grads = torch.autograd.grad(stacked, params, v, retain_graph=True, is_grads_batched=True, allow_unused=True,
+                                    materialize_grads=True)
+        parts.append(torch.cat([g.reshape(len(v), -1) for g in grads], 1))
+    return r, factor, torch.cat(parts)

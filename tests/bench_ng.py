@@ -3,7 +3,7 @@
     python tests/bench_ng.py
 
 Run on an idle machine. The rate of J J^T is its half, n^2 P operations for n rows and P parameters, per second, in
-units of the float64 matrix product that this machine does best (2 n^3 operations), measured in turn with it.
+units of the best float64 product of square matrices (2 n^3 operations) of PyTorch and numpy, measured in turn with it.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -49,10 +50,10 @@ def bench(width, rows, steps):
     ng.gram, ng.jacobian = timed(times, "gram", plain[0]), timed(times, "jacobian", plain[1])
     backward, step = timed(times, "backward", opt.direction), timed(times, "line search", opt.step)
     A = torch.randn(2048, 2048)
-    product = timed(times, "product", torch.matmul)
+    products = [timed(times, f"product by {library.__name__}", library.matmul) for library in (torch, numpy)]
     for _ in range(steps):
         x0 = uniform(OMEGA, initial, generator)
-        product(A, A)
+        products[0](A, A), products[1](A.numpy(), A.numpy())
         backward({"x": uniform(OMEGA, rows - initial, generator), "x0": x0 * torch.tensor([0.0, 1.0])}, scale)
         step()
     ng.gram, ng.jacobian = plain
@@ -74,9 +75,11 @@ def main():
     print(f"{'J':>14} " + " ".join(f"{name:>11}" for name in head) + "  Jacobian / J J^T  rate of J J^T")
     for width, rows, steps in sizes:
         t, P = bench(width, rows, steps)
-        rate = rows**2 * P / t["gram"] / (2 * 2048**3 / t["product"])
+        rate = rows**2 * P / t["gram"] / (2 * 2048**3 / min(t["product by torch"], t["product by numpy"]))
         parts = " ".join(f"{t[k]:11.4f}" for k in ("jacobian", "gram", "solve", "line search"))
         print(f"{f'{rows} x {P}':>14} {parts}  {t['jacobian'] / t['gram']:16.2f}  {rate:13.0%}", flush=True)
+    libraries = ", ".join(f"{k} {2e-9 * 2048**3 / t[f'product by {k}']:.0f}" for k in ("torch", "numpy"))
+    print(f"products of 2048 x 2048, 10^9 operations per second: {libraries}; J J^T {1e-9 * rows**2 * P / t['gram']:.0f}")
 
 
 if __name__ == "__main__":
