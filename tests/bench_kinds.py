@@ -27,9 +27,9 @@ from torch import nn
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
 import exp_allen_cahn  # noqa: E402
-from common import (KINDS, MLP, Periodic, Schedule, atomically, eps_rank, grid, jet, sfli, train, uniform,  # noqa: E402
-                    volume)
+from common import KINDS, MLP, Periodic, Schedule, eps_rank, grid, jet, sfli, train, uniform, volume  # noqa: E402
 from kernels import cpu  # noqa: E402
+from kernels.checkpoint import atomically  # noqa: E402
 
 SEEDS = [0, 1, 2, 3, 4]
 NETWORK = dict(width=50, layers=3)
