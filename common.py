@@ -351,46 +351,52 @@ def _nested(f, x, eye, wanted, missing):
         return tuple(_nested(lambda x, k=k: f(x)[k], x, eye, wanted, missing) for k in range(len(y)))
     _say(f"jet: {missing}; nested autograd takes over, slower")
     along = lambda g, v: lambda x: torch.func.jvp(g, (x,), (eye[v].expand_as(x),))[1]
-    derivative = lambda term: functools.reduce(along, term, f)(x)
     try:
-        with _WrittenOut(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            return [y] + [sum(m * derivative(term) for term, m in entry) for entry in wanted]
+        with _ByRules(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return [y] + [sum(m * functools.reduce(along, term, f)(x) for term, m in entry) for entry in wanted]
     except (AttributeError, RuntimeError) as error:
         raise Refused(f"f: {missing}, and nested autograd fails; use other operations") from error
 
-class _WrittenOut(torch.overrides.TorchFunctionMode):
-    """Takes the rule of layer_norm, of which PyTorch's second forward and third backward derivatives are wrong."""
+class _ByRules(torch.overrides.TorchFunctionMode):
+    """Leaves layer_norm, of which PyTorch's second forward derivatives are wrong, and random dropout to our rules."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        func = _rule("layer_norm") if getattr(func, "__name__", "") == "layer_norm" else func
-        return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        by = _rule(name) if name == "layer_norm" else RULES.get(name, func) if name == "dropout" else func
+        return by(*args, **(kwargs or {}))
 
 class Plan:
     """Channels of a jet and the rule of their products; jet(f, x, "t x y", "t-xx-yy") has
 
-        wanted    [(((0,), 1), ((1, 1), -1), ((2, 2), -1))]: a term is a sorted tuple of variable numbers, a channel a
-                  linear combination of terms. Products need the proper parts of every term as channels of their own;
-                  a combination itself appears only linearly, which is why it needs no more than one channel
+        wanted    [(((0,), 1), ((1, 1), -1), ((2, 2), -1))]: linear combinations of terms, sorted tuples of variables.
+                  One channel is enough for each, but products need the proper parts of every term as channels too
         groups    x and y are used alike, as squares of one sum: a group [1, 2], for which x stands from here on
         channels  0: the value, 1: x, which is the group's first derivatives [2, B, n], 2: t-xx-yy
         leibniz   (a b)_2 = a b_2 + a_2 b - 2 a_1 b_1, where the product a_1 b_1 is summed over the group"""
 
-    group = staticmethod(lambda wanted, d: ([], wanted))  # kernels/jets.py looks for groups
+    group = staticmethod(lambda wanted, d: ({}, wanted))  # kernels/jets.py looks for groups
 
     def __init__(self, variables, derivatives, grad=False):
         number = {v: k for k, v in enumerate(variables.split())}
         self.wanted = [_parse(entry, number) for entry in re.sub(r"\s*([-+*/])\s*", r"\1", derivatives).split()]
         groups, wanted = self.group(self.wanted, len(number))
-        channels = _channels(wanted)
+        single = {((s, 1),) for entry in wanted for term, _ in entry for s, _ in splits(term)}
+        single |= {((term, 1),) for entry in wanted if len(entry) == 1 for term, _ in entry}
+        sums = {entry for entry in wanted if not all(((term, 1),) in single for term, _ in entry)}
+        channels = [()] + sorted(single | sums, key=lambda c: (max(len(term) for term, _ in c), c))
         at = {c: k for k, c in enumerate(channels)}
         self.d, self.grad = len(number), grad  # grad: whether autograd is on
         self.order = max([len(term) for c in channels for term, _ in c], default=0)
-        self.groups = [None] * len(channels)  # variables of each channel that is a group
-        for members in groups:
-            self.groups[at[(((members[0],), 1),)]] = members
+        self.groups = [groups.get(c) for c in channels]  # variables of each channel that is a group
         self.seeds = [[(term[0], m) for term, m in c if len(term) == 1] for c in channels[1:]]  # of x itself
         self.outputs = [[(at[e], 1)] if e in at else [(at[((term, 1),)], m) for term, m in e] for e in wanted]
-        self.leibniz = [_leibniz(c, at) for c in channels]
+        leibniz = [{} for _ in channels]  # (a b)_c = a b_c + a_c b + sum of m a_i b_j, as {(i, j): m}
+        for pairs, channel in zip(leibniz, channels):
+            for term, m in channel:
+                for s, rest in splits(term):
+                    pair = at[((s, 1),)], at[((rest, 1),)]
+                    pairs[pair] = pairs.get(pair, 0) + m
+        self.leibniz = [tuple(pairs.items()) for pairs in leibniz]
 
 def _parse(entry, number):
     """"t-1/2*xx" -> (((0,), 1.0), ((1, 1), -0.5))"""
@@ -403,22 +409,6 @@ def _parse(entry, number):
         term = tuple(sorted(number[v] for v in re.findall(name, product)))
         terms[term] = terms.get(term, 0) + float(sign + (factor or "1")) / float(divisor or 1)
     return tuple(sorted(terms.items()))
-
-def _channels(wanted):
-    """The value (), single terms, and those combinations of which not all terms are there, by order."""
-    single = {((s, 1),) for entry in wanted for term, _ in entry for s, _ in splits(term)}
-    single |= {((term, 1),) for entry in wanted if len(entry) == 1 for term, _ in entry}
-    sums = {entry for entry in wanted if not all(((term, 1),) in single for term, _ in entry)}
-    return [()] + sorted(single | sums, key=lambda c: (max(len(term) for term, _ in c), c))
-
-def _leibniz(channel, at):
-    """(a b)_c = a b_c + a_c b + sum of  m a_i b_j  -> (((i, j), m), ...)"""
-    pairs = {}
-    for term, m in channel:
-        for s, rest in splits(term):
-            key = at[((s, 1),)], at[((rest, 1),)]
-            pairs[key] = pairs.get(key, 0) + m
-    return tuple(pairs.items())
 
 def splits(term):
     """Every way to split the factors of a term into two non-empty parts (s, rest)."""
@@ -435,8 +425,7 @@ def _plan(*key, plans={}):
     return plans[key]
 
 def _say(line, said=set()):
-    if line not in said:
-        print(line, flush=True)
+    print(line, flush=True) if line not in said else None
     said.add(line)
 
 _plan._dynamo_marked_constant = _say._dynamo_marked_constant = True
@@ -461,28 +450,31 @@ def _mul(a, b):
     if not isinstance(b, Jet):
         return a.map(lambda c: c * b)
     x, y = a.channels, b.channels
-    z = [_times(x[0], y[0])]
-    for c in range(1, len(x)):
-        z_c = _plus(_times(x[0], y[c]), _times(x[c], y[0]))
-        for (i, j), m in a.plan.leibniz[c]:
-            if a is not b or i <= j:  # of a square's equal products one, twice
-                product = _summed(a.plan.groups[i], _times(x[i], y[j]))
-                z_c = _plus(z_c, _scale(product, 2 * m if a is b and i < j else m))
-        z.append(z_c)
-    return Jet(z, a.plan)
+    z = [x[0] * y[0]] + [_plus(_times(x[0], q), _times(p, y[0])) for p, q in zip(x[1:], y[1:])]
+    return Jet([_plus(*both) for both in zip(z, _cross_terms(x, y, a.plan))], a.plan)
+
+def _cross_terms(x, y, plan, over=1):
+    """Sum of m x_i y_j / over for each channel; of equal products, in a square, one, twice."""
+    z = [None] * len(x)
+    for c, pairs in enumerate(plan.leibniz):
+        for (i, j), m in pairs:
+            if x is not y or i <= j:
+                product = _summed(plan.groups[i], _times(x[i], y[j]))
+                z[c] = _plus(z[c], _scale(product, (2 * m if x is y and i < j else m) / over))
+    return z
 
 def _pointwise(taylor, a, inplace=False):
     """f(v + d) = f(v) + f'(v) d + f''(v) d^2 / 2 + ... for the value v and the rest d, of which powers above the order
     vanish, given taylor(v, order) -> [f(v), f'(v), ...]; None stands for zero."""
     if inplace:
         raise TypeError("no rule for inplace=True")
-    d = power = Jet([None] + a.channels[1:], a.plan)
-    f = taylor(a.channels[0], a.plan.order)
-    y = [f[0]] + [_times(f[1], c) for c in d.channels[1:]]
-    for k in range(2, a.plan.order + 1):
-        power, f_k = _mul(power, d), _scale(f[k], 1 / math.factorial(k))
-        y = [_plus(c, _times(f_k, p)) for c, p in zip(y, power.channels)]
-    return Jet(y, a.plan)
+    z, plan = a.channels, a.plan
+    f, power = taylor(z[0], plan.order), z
+    y = [f[0]] + [_times(f[1], c) for c in z[1:]]
+    for k in range(2, plan.order + 1):
+        power = _cross_terms(power, z, plan, over=k)  # d^k / k!
+        y = [_plus(c, _times(f[k], p)) for c, p in zip(y, power)]
+    return Jet(y, plan)
 
 def _tanh(z, order):
     f = [torch.tanh(z)]
@@ -497,7 +489,6 @@ def _power(p, z, order):
     return [None if m == 0 else _scale(z ** (p - k), m) for k, m in enumerate(factors)]
 
 _turns = lambda s, c, order: [s, c, -s, -c] * (order // 4 + 1)
-_kink = lambda f, slope, order: [f, slope] + [None] * (order - 1)
 _neg = lambda a: a.map(lambda c: -c)
 _sub = lambda a, b: _add(a, _neg(b) if isinstance(b, Jet) else -b)
 _pow = lambda a, p: _pointwise(functools.partial(_power, p), a)
@@ -539,8 +530,8 @@ RULES = {
     "tanh": _of(_tanh), "exp": _of(lambda z, order: [torch.exp(z)] * (order + 1)),
     "sin": _of(lambda z, order: _turns(torch.sin(z), torch.cos(z), order)),
     "cos": _of(lambda z, order: _turns(torch.cos(z), -torch.sin(z), order)),
-    "relu": _of(lambda z, order: _kink(torch.relu(z), (z > 0).to(z.dtype), order)),
-    "abs": _of(lambda z, order: _kink(torch.abs(z), torch.sign(z), order)),
+    "relu": _of(lambda z, order: [torch.relu(z), (z > 0).to(z.dtype)] + [None] * (order - 1)),
+    "abs": _of(lambda z, order: [torch.abs(z), torch.sign(z)] + [None] * (order - 1)),
     "sigmoid": lambda a, inplace=False: _add(_mul(RULES["tanh"](_mul(a, 0.5), inplace), 0.5), 0.5),
     "silu": lambda a, inplace=False: _mul(a, RULES["sigmoid"](a, inplace)),
     "to": lambda a, *args, **kwargs: a.map(lambda c: c.to(*args, **kwargs)),
@@ -560,9 +551,8 @@ class Jet:
 
     def __init__(self, channels, plan, is_input=False):
         if plan.grad and not torch.is_grad_enabled():
-            raise Refused("f: torch.no_grad or an autograd.Function hides derivatives; use detach() or plain operations")
-        v = channels[0]
-        if v is not None and any(g and c is not None and c.dim() <= v.dim() for c, g in zip(channels, plan.groups)):
+            raise Refused("f: torch.no_grad or an autograd.Function hides derivatives; use detach or plain operations")
+        if any(g and c is not None and c.dim() <= channels[0].dim() for c, g in zip(channels, plan.groups)):
             raise TypeError("no rule for more dimensions than a group expects")
         self.channels, self.plan, self.is_input = channels, plan, is_input
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from common import RULES, Jet, Plan, Refused, _as_jet, _plan, _plus, _pointwise, _scale, _summed
 
 value = lambda a: a.channels[0] if isinstance(a, Jet) else a
+of_values = lambda op: lambda *args, **kwargs: op(*map(value, args), **kwargs)
 named = lambda name: next(getattr(place, name) for place in (torch.Tensor, torch, F) if hasattr(place, name))
 
 # Elementwise functions ----------------------------------------------------------------------------
@@ -25,7 +26,7 @@ def by_derivative(f, derivative):
         if order == 0:
             return [f(z)]
         plan = _plan("z", " ".join("z" * k for k in range(1, order)), False)
-        line = [z, torch.ones_like(z)] + [None] * (order - 2)
+        line = [z, z.new_ones(())] + [None] * (order - 2)
         return [f(z)] + _as_jet(derivative(Jet(line[:order], plan)), plan).channels
 
     return functools.partial(_pointwise, taylor)
@@ -143,17 +144,14 @@ def where(condition, a, b):
     return part(condition, a) + part(~condition, b)
 
 
-def maximum(a, b):
-    return where(a > b, a, where(a < b, b, a * 0.5 + b * 0.5))
-
-
 def clamp(a, min=None, max=None):
     a = a if min is None else where(a < min, min, a)
     return a if max is None else where(a > max, max, a)
 
 
 def softmax(a, dim, _stacklevel=3, dtype=None, log=False):
-    """Less the largest entry, with its derivatives: where the result is nearly 1, powers of them would have to cancel."""
+    """Of a less its largest entry with its derivatives, powers of which need not cancel then where the result is 1."""
+    a = a if dtype is None else a.to(dtype)
     a = a - a.gather(dim, value(a).argmax(dim, keepdim=True))
     e = torch.exp(a)
     return a - torch.log(e.sum(dim, keepdim=True)) if log else e / e.sum(dim, keepdim=True)
@@ -184,18 +182,15 @@ RULES.update({
     "prod": lambda a, dim: functools.reduce(lambda b, c: b * c, a.unbind(dim)),
     "addmm": lambda b, a, w: a @ w + b, "rsub": lambda a, b: b - a,
     "where": where, "masked_fill": lambda a, mask, fill: where(mask, fill, a), "clamp": clamp, "clamp_min": clamp,
-    "clamp_max": lambda a, max: clamp(a, None, max), "maximum": maximum, "minimum": lambda a, b: -maximum(-a, -b),
-    "softmax": softmax, "softmin": lambda a, dim, *_, **__: softmax(-a, dim), "layer_norm": layer_norm,
-    "log_softmax": functools.partial(softmax, log=True),
-    "dropout": dropout, "alpha_dropout": dropout,
+    "clamp_max": lambda a, max: clamp(a, None, max), "minimum": lambda a, b: -torch.maximum(-a, -b),
+    "maximum": lambda a, b: where(a > b, a, where(a < b, b, a * 0.5 + b * 0.5)),
+    "softmax": softmax, "softmin": lambda a, *args, **kwargs: softmax(-a, *args, **kwargs),
+    "log_softmax": functools.partial(softmax, log=True), "layer_norm": layer_norm,
     "remainder": lambda a, b: a - torch.floor(value(a) / value(b)) * b,
+    **dict.fromkeys("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout".split(), dropout),
 })  # fmt: skip
 
 # Without derivatives: attributes, comparisons, step functions -------------------------------------
-
-
-def of_values(op):
-    return lambda *args, **kwargs: op(*map(value, args), **kwargs)
 
 
 def in_place(rule):
@@ -211,7 +206,7 @@ STEPS = """lt le gt ge eq ne isnan isinf isfinite any all sign floor ceil round 
     dim size numel stride is_floating_point item tolist detach"""
 RULES.update({name: of_values(named(name)) for name in STEPS.split()})
 RULES["requires_grad_"] = lambda a, *_: a
-SAME = "multiply=mul subtract=sub divide=div true_divide=div negative=neg absolute=abs concat=cat concatenate=cat clip=clamp"
+SAME = "multiply=mul subtract=sub divide=div true_divide=div negative=neg absolute=abs concat=cat clip=clamp"
 RULES.update({new: RULES[old] for new, old in (pair.split("=") for pair in SAME.split())})
 for name in "shape dtype device ndim layout is_cuda is_nested requires_grad".split():
     setattr(Jet, name, property(lambda a, name=name: getattr(a.channels[0], name), lambda a, new: None))
@@ -229,8 +224,8 @@ Jet.__hash__, Jet.__array_ufunc__ = object.__hash__, None  # numbers of NumPy le
 
 
 def group(wanted, d):
-    """Variables that occur only as squares, in the same entries with the same factors, two or more of them: their
-    groups, and `wanted` with the first variable of each in the place of all."""
+    """Variables that occur only as squares, in the same entries with the same factors, two or more of them: groups as
+    {channel of the first: all}, and `wanted` with the first variable of each in the place of all."""
     roles = {}
     for v in range(d):
         uses = [(e, term == (v, v), m) for e, entry in enumerate(wanted) for term, m in entry if v in term]
@@ -238,7 +233,7 @@ def group(wanted, d):
         roles.setdefault(tuple(uses) if squares else v, []).append(v)
     stay = {members[0] for members in roles.values()}
     wanted = [tuple((term, m) for term, m in entry if set(term) <= stay) for entry in wanted]
-    return [members for members in roles.values() if len(members) > 1], wanted
+    return {(((members[0],), 1),): members for members in roles.values() if len(members) > 1}, wanted
 
 
 def matmul(a, w):
