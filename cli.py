@@ -22,11 +22,10 @@ import math
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from common import (KINDS, MLP, Alone, ModifiedMLP, Periodic, PirateNet, Problem, Refused, Save, Schedule,
-                    check_choices, eps_rank, make_optimizer, sfli, train)
+from common import (KINDS, MLP, Alone, FourierFeatures, ModifiedMLP, Periodic, PirateNet, Problem, Refused, Save,
+                    Schedule, check_choices, eps_rank, make_optimizer, sfli, train)
 from kernels import cpu
 from kernels.checkpoint import atomically, read_checkpoint, write_rows
 from kernels.process import (FLAGS, Together, answered, cached, check_memory, choose_device, commit, fail, held, world,
@@ -149,17 +148,6 @@ def check_means(args):
 # Networks -------------------------------------------------------------------------------------------------------------
 
 ARCHITECTURES = {"mlp": MLP, "modified": ModifiedMLP, "pirate": PirateNet}
-
-class FourierFeatures(nn.Module):
-    """The competitor's encoder: x -> [cos(B x), sin(B x)], B ~ scale N(0, 1), trained like jaxpi's."""
-
-    def __init__(self, d, n, scale=1.0):
-        super().__init__()
-        self.B = nn.Parameter(scale * torch.randn(n // 2, d))
-
-    def forward(self, x):
-        z = F.linear(x, self.B)
-        return torch.cat([torch.cos(z), torch.sin(z)], -1)
 
 def network(args, omega, gamma=None, out=1, periods=None, rwf=None):
     """The network that the flags describe on the box omega, as a recipe that config.json keeps."""

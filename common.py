@@ -236,6 +236,17 @@ class Periodic(nn.Module):
                 columns.append(x_k)
         return torch.cat(columns, -1)
 
+class FourierFeatures(nn.Module):
+    """Random Fourier features, the competitor of SFLI: x -> [cos(B x), sin(B x)], B ~ scale N(0, 1), trained like jaxpi's."""
+
+    def __init__(self, d, n, scale=1.0):
+        super().__init__()
+        self.B = nn.Parameter(scale * torch.randn(n // 2, d))
+
+    def forward(self, x):
+        z = F.linear(x, self.B)
+        return torch.cat([torch.cos(z), torch.sin(z)], -1)
+
 class MLP(nn.Module):
     """y_1 = first(x), y_l = tanh(W_l y_{l-1} + b_l), Eq. (1.1); `embed` maps x to `d` inputs; `first`: width of y_1."""
 
