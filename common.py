@@ -237,7 +237,7 @@ class Periodic(nn.Module):
         return torch.cat(columns, -1)
 
 class FourierFeatures(nn.Module):
-    """Random Fourier features, the competitor of SFLI: x -> [cos(B x), sin(B x)], B ~ scale N(0, 1), trained like jaxpi's."""
+    """Random Fourier features, SFLI's competitor: x -> [cos(B x), sin(B x)], B ~ scale N(0, 1), trained as in jaxpi."""
 
     def __init__(self, d, n, scale=1.0):
         super().__init__()

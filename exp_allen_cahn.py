@@ -26,7 +26,7 @@ import torch
 # Parameters --------------------------------------------------------------------------------------
 
 OMEGA = [(0.0, 1.0), (-1.0, 1.0)]  # t, x
-GAMMA = {"gauss": math.sqrt(10), "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 4.1
+GAMMA = {"gauss": math.sqrt(10), "tanh": 8.0, "cos": 10.0}  # the paper uses gauss; others from Example 4.1
 # Table 4. It does not say how many initial points: 512, as in jaxpi, which the paper follows.
 PAPER = dict(steps=300_000, batch=8192, initial=512, near=0, ic_weight=1.0, arch="pirate", layers=3, width=256,
              lr=1e-3, warmup=5000, decay=0.9, decay_every=5000, optimizer="adam")

@@ -24,7 +24,8 @@ import statistics
 
 # First: from here on Ctrl-C is answered in one line.
 from cli import (Together, answered, begin, configurations, fail, figure_folder, held, keep_finished, network, networks,
-                 parse_args, positive, relative_l2, run, run_folder, settings_of, training, world, write_json, write_table)
+                 parse_args, positive, relative_l2, run, run_folder, settings_of, training, world, write_json,
+                 write_table)
 from common import train, uniform
 
 import torch
@@ -100,8 +101,8 @@ def fit(args):
     known = args.d in TABLE and (not args.sfli or args.C == 1.0 and not args.gamma)
     paper = TABLE[args.d][1 if args.sfli else 0] if known else None
     sample = lambda generator: {"x": uniform(omega, args.batch, generator)}
-    _, history = run(args, network(args, omega, args.gamma), sample, residuals, error_on(omega, args.device, 1), points, 1.0,
-                     paper)
+    _, history = run(args, network(args, omega, args.gamma), sample, residuals, error_on(omega, args.device, 1), points,
+                     1.0, paper)
     return [row["rel_l2"] for row in history[-args.seeds :]]
 
 

@@ -33,7 +33,7 @@ import torch
 # Parameters --------------------------------------------------------------------------------------
 
 OMEGA = [(0.0, 1.0), (0.0, 1.0)]  # x, y
-GAMMA = {"gauss": 10.0, "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 4.1
+GAMMA = {"gauss": 10.0, "tanh": 8.0, "cos": 10.0}  # the paper uses gauss; others from Example 4.1
 STEEPNESS = 50.0  # of the smoothed lid
 # Table 5; weights at the start as in the PirateNet configuration of jaxpi. There Adam and its schedule run through
 # all stages of the curriculum, and so they do here.

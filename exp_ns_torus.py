@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 NU, T = 0.01, 10.0
 M = 32  # modes -M..M in either direction
-GAMMA = {"gauss": math.sqrt(1.5), "tanh": 8.0, "cos": 10.0, "hat": 5.0}  # the paper uses gauss; others from Example 4.1
+GAMMA = {"gauss": math.sqrt(1.5), "tanh": 8.0, "cos": 10.0}  # the paper uses gauss; others from Example 4.1
 # Table 6. steps is per window. It does not say how many initial points: as many as inside.
 PAPER = dict(steps=100_000, batch=4096, initial=4096, windows=5, arch="modified", layers=4, width=256, lr=1e-3,
              decay=0.9, decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False, warm=False, fade=None)
