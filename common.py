@@ -602,7 +602,7 @@ def gram_spectrum(phi, measure=1.0):
     return torch.linalg.eigvalsh(phi.T @ phi * (measure / len(phi))).flip(0)
 
 def eps_rank(net, x=None, eps=1e-6, measure=1.0, layer=-1):
-    """eps-rank of features [N, n], or of those that a network has at the points x in
+    """eps-rank of features [N, n], of a FirstLayer at x, or of those that a network has at the points x in
 
     layer=-1, 0, ..        a hidden layer by number, the last unless told: what enters a Linear behind the first layer
     layer="trunk.1"        a module, by name or itself: what it returns (name the activation, not its Linear)
@@ -615,8 +615,12 @@ def eps_rank(net, x=None, eps=1e-6, measure=1.0, layer=-1):
     The paper states neither eps nor the quadrature. Ours: eps = 1e-6, equal weights on x, and
     measure = |Omega| where d <= 3, else 1 (2^50 would swamp any threshold)."""
     rank = lambda phi: int((gram_spectrum(phi, measure) > eps).sum())
-    if isinstance(net, torch.Tensor):
-        return rank(net)
+    if isinstance(net, FirstLayer) and net.kind == "gauss" and len(x) > 10**5:  # without storing the features
+        gram = _kernel("gaussian_gram", "x: so many points").gaussian_gram
+        M = gram(x, net.weight.detach(), net.bias.detach()) * (measure / len(x))
+        return int((torch.linalg.eigvalsh(M) > eps).sum())
+    if isinstance(net, (torch.Tensor, FirstLayer)):
+        return rank(net if isinstance(net, torch.Tensor) else net(x))
     net = getattr(net, "_orig_mod", net)  # of torch.compile
     layer = list(net.sfli_layers) if layer == "first" and isinstance(net, MLP) else layer
     one = layer != "all" and not isinstance(layer, (list, tuple))

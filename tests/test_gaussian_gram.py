@@ -12,7 +12,7 @@ from torch import nn
 
 from conftest import ROOT
 
-from common import FirstLayer, grid, gram_spectrum, sfli
+from common import FirstLayer, eps_rank, gram_spectrum, grid, sfli
 from kernels import gaussian_gram as module
 from kernels.gaussian_gram import LAUNCH, gaussian_gram, reference
 
@@ -318,6 +318,16 @@ def test_gamma_auto_refusals(flags, tmp_path, capsys):
         exp_function_fit.main([*flags.split(), "--preset", "smoke", "--out", str(tmp_path / "out")])
     err = capsys.readouterr().err
     assert e.value.code == 2 and "--gamma" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_rank_of_a_layer_at_many_points(monkeypatch):
+    """From 10^5 points on the features of a Gaussian layer are not stored: the rank of the kernel's Gram matrix."""
+    first = sfli(nn.Linear(2, 30), [(-1, 1)] * 2, C=0.6, generator=torch.Generator().manual_seed(0))
+    x, calls = points(100_001, 2), []
+    monkeypatch.setattr(module, "gaussian_gram", lambda *a: calls.append(len(a[0])) or gaussian_gram(*a))
+    rank = eps_rank(first, x, measure=4.0)
+    assert calls == [100_001] and rank == eps_rank(first(x), measure=4.0) < 30
+    assert abs(eps_rank(first, x[:20_000], measure=4.0) - rank) <= 1 and len(calls) == 1
 
 
 def test_kernel_accepts_a_layer_on_its_own():
