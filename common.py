@@ -8,14 +8,14 @@ Copy this file into your own project; it needs torch and nothing else beside it:
     from common import sfli
     net = sfli(net, [(-1, 1), (-1, 1)])      # net: an nn.Sequential on the square [-1, 1]^2
 
-Sections: SFLI - Networks - Derivatives - eps-rank - Training; with kernels/ beside it train() has optimizer="ng" too.
+Sections: SFLI - Networks - Derivatives - eps-rank - Training; kernels/ beside it adds loss weights, checkpoints, ng.
 No setting of PyTorch is changed; on a CPU torch.set_flush_denormal(True) at the start of your program helps Gaussians.
 """
 import contextlib
-import csv
-import io
+import copy
+import functools
+import importlib
 import math
-import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -28,6 +28,9 @@ from torch import nn
 # SFLI (Section 3.1): F_i(x) = sigma(gamma (alpha_i . x + c_i)), stored as w = gamma alpha, b = gamma c ----------------
 
 KINDS = ("gauss", "tanh", "cos", "hat")
+ACTIVATIONS = tuple(getattr(nn, name) for name in (  # what sfli() takes for one: the elementwise ones of torch.nn
+    "CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid Mish PReLU RReLU ReLU ReLU6 SELU "
+    "SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Threshold").split())
 
 class Refused(ValueError):
     """A wrong argument. The message starts with its name, "gamma: ..", and ends with the remedy."""
@@ -50,6 +53,15 @@ class FirstLayer(nn.Module):
         # numbers, on which CPUs multiply matrices many times slower.
         return torch.exp(-s) * (s < 40)
 
+    def get_extra_state(self):
+        return torch.tensor(KINDS.index(self.kind))  # so that state_dict() tells the activation
+
+    def _load_from_state_dict(self, saved, prefix, *args):
+        kind = KINDS[saved.pop(f"{prefix}_extra_state", KINDS.index(self.kind))]  # parameters alone do not tell
+        if kind != self.kind:
+            raise Refused(f"kind: the saved first layer is {kind}, this one is {self.kind}; build it as {kind}")
+        super()._load_from_state_dict(saved, prefix, *args)
+
     def extra_repr(self):
         return f"{self.kind}, {self.weight.shape[1]} -> {self.weight.shape[0]}"
 
@@ -68,65 +80,116 @@ def uniform(domain, n, generator=None, dtype=None):
     lo, hi = torch.tensor(domain, dtype=dtype or torch.get_default_dtype(), device=device).T
     return lo + (hi - lo) * torch.rand(n, len(domain), generator=generator, dtype=lo.dtype, device=device)
 
-def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None):
+def sfli(net, domain, kind="gauss", gamma=None, C=1.0, generator=None, layer=None):
     """Give `net` a structured first layer on the box `domain` = [(lo, hi), ...] and return it.
 
-    nn.Sequential     a new one, in which the first Linear and the activation behind it are replaced;
+    nn.Sequential     a copy in which the first Linear is replaced, and the activation behind it by nn.Identity;
                       modules before that Linear (an embedding) stay and are applied to the centres.
-    nn.Linear         the layer to assign back, `self.first = sfli(self.first, domain)`. It contains its
-                      activation: drop the one that your forward() applied to the old layer.
+    nn.Linear         the layer to assign back, `self.first = sfli(self.first, domain)`. It contains its activation:
+                      drop the one that your forward() applied to the old layer, or keep it and use sfli_().
     network of below  the first layer (MLP, ResNet) or both encoders (ModifiedMLP, PirateNet), in place.
+    any module        with layer="trunk.0" that Linear, in place, and the activation behind it in its Sequential.
 
-    gamma defaults to Eq. (3.3) with the layer's width and C. Draws come from `generator`."""
+    gamma defaults to Eq. (3.3) with the layer's width and C; "auto" (gauss, needs kernels/) chooses it by the rank.
+    hat has no second derivative: not for equations of second order. Draws come from `generator`."""
     try:
         domain = [(float(lo), float(hi)) for lo, hi in domain]
     except (TypeError, ValueError):
         raise Refused(f"domain: {domain!r} is no list [(lo, hi), ...], one pair per axis") from None
     for k, (lo, hi) in enumerate(domain):
-        if not lo < hi:
-            raise Refused(f"domain: axis {k} is ({lo:g}, {hi:g}); each axis needs lo < hi")
+        if not -math.inf < lo < hi < math.inf:
+            raise Refused(f"domain: axis {k} is ({lo:g}, {hi:g}); each axis needs finite lo < hi")
     if kind not in KINDS:
         raise Refused(f"kind: {kind!r} is unknown; choose one of {', '.join(KINDS)}")
-    if gamma is not None and not gamma > 0 or not C > 0:
+    if gamma not in (None, "auto") and not 0 < gamma < math.inf or not 0 < C < math.inf:
         raise Refused(f"gamma, C: {gamma} and {C} must be positive")
+    draw = lambda old, embed: _first_layer(old, embed, domain, kind, gamma, C, generator)
     if isinstance(net, (nn.Linear, Dense)):
-        return _first_layer(net, lambda x: x, domain, kind, gamma, C, generator)
-    if isinstance(net, nn.Sequential):
-        at = next((k for k, m in enumerate(net) if isinstance(m, (nn.Linear, Dense))), None)
-        if at is None or at + 1 == len(net) or next(net[at + 1].parameters(), None) is not None:
-            raise Refused("net: the Sequential needs a Linear followed by an activation")
-        first = _first_layer(net[at], net[:at], domain, kind, gamma, C, generator)
-        return nn.Sequential(*net[:at], first, *net[at + 2:])
-    if not hasattr(net, "sfli_layers"):
-        raise Refused(f"net: {type(net).__name__} is no Sequential, no Linear and no network of common.py; "
-                         "call sfli on its first Linear and assign the result back")
-    for name in net.sfli_layers:
-        setattr(net, name, _first_layer(getattr(net, name)[0], net.embed, domain, kind, gamma, C, generator))
+        return draw(net, nn.Identity())
+    if hasattr(net, "_orig_mod") or layer is None and any(isinstance(m, FirstLayer) for m in net.modules()):
+        raise Refused("net: compiled, or with a structured first layer already; call sfli once, before torch.compile")
+    if layer is None and isinstance(net, MLP):
+        for name in net.sfli_layers:
+            setattr(net, name, draw(getattr(net, name)[0], net.embed))
+        return net
+    linears = [name for name, m in net.named_modules() if isinstance(m, (nn.Linear, Dense))]
+    layer = linears[0] if layer is None and linears and isinstance(net, nn.Sequential) else layer
+    if layer not in linears:
+        raise Refused(f"layer: {layer!r} is no Linear followed by an activation; name the first Linear of this "
+                      f"{type(net).__name__}, one of: {', '.join(linears) or 'none'}")
+    return _replaced(net, layer.split("."), draw)
+
+def _replaced(net, path, draw, before=()):
+    """`net` with the Linear at `path` replaced. Sequentials on the way are copied, all other modules stay the same;
+    `before`: what these Sequentials apply ahead of the Linear."""
+    name, sequential = path[0], isinstance(net, nn.Sequential)
+    at = list(net._modules).index(name)
+    if sequential:
+        before, net = (*before, *list(net)[:at]), copy.copy(net)
+        net._modules = dict(net._modules)
+    if path[1:]:
+        setattr(net, name, _replaced(getattr(net, name), path[1:], draw, before if sequential else ()))
+    elif sequential and at + 1 < len(net) and isinstance(net[at + 1], ACTIVATIONS):
+        net[at], net[at + 1] = draw(net[at], nn.Sequential(*before)), nn.Identity()
+    else:
+        raise Refused(f"layer: {name!r} is not followed by an activation of torch.nn in a Sequential; put nn.Tanh() "
+                      "there, or, where forward() applies one, call sfli_() on this Linear")
     return net
 
+@torch.no_grad()
+def sfli_(linear, domain, kind="tanh", gamma=None, C=1.0, generator=None):
+    """Weight and bias of a structured first layer for an nn.Linear, in place, as torch.nn.init does: for a forward()
+    that applies the activation, "tanh", "cos" or "sin", itself. For sin(30 z) divide both by 30 afterwards."""
+    own = isinstance(linear, nn.Linear) and {"weight", "bias"} <= {name for name, _ in linear.named_parameters()}
+    if kind not in ("tanh", "cos", "sin") or not own:
+        raise Refused(f"linear, kind: tanh, cos or sin of an nn.Linear with its own weight and bias is wanted, not "
+                      f"{kind!r} of {linear}; sfli() makes a layer of every kind")
+    first = sfli(linear, domain, kind.replace("sin", "cos"), gamma, C, generator)
+    linear.weight.copy_(first.weight)
+    linear.bias.copy_(first.bias + (math.pi / 2 if kind == "sin" else 0))  # cos z = sin(z + pi / 2)
+    return linear
+
 def _first_layer(old, embed, domain, kind, gamma, C, generator):
+    if isinstance(old, nn.LazyLinear):
+        raise Refused("net: a LazyLinear has no width yet; pass a batch through the network first")
     like = next(old.parameters())
     n, d = old.out_features, old.in_features
+    if gamma == "auto":
+        if kind != "gauss":
+            raise Refused(f"gamma: auto looks at the rank of Gaussians; give a number for {kind}")
+        gamma = _kernel("gaussian_gram", "gamma: auto").scan_gamma(n, domain, embed=embed, generator=generator)
     gamma = shape_parameter(n, domain, C) if gamma is None else gamma
     # Centres and shifts live where data can be: draw in the physical domain, then embed.
     with torch.no_grad():
-        x = embed(uniform(domain, max(n, 1024), generator, torch.float64).to(like)).double()  # [max(n, 1024), d]
-    if x.shape[1] != d:
-        raise Refused(f"domain: {len(domain)} axes make {x.shape[1]} inputs, but the layer takes {d}")
+        x = uniform(domain, max(n, 1024), generator, torch.float64).to(like)
+        z = embed(x).double()  # [max(n, 1024), d]
+    if z.shape[1] != d:
+        raise Refused(f"domain: {len(domain)} axes make {z.shape[1]} inputs, but the layer takes {d}")
     if kind == "gauss":
-        w, b = torch.full((n, d), gamma, dtype=torch.float64), -gamma * x[:n]
+        w, b = torch.full((n, d), gamma, dtype=torch.float64), -gamma * z[:n]
     else:
         draw = dict(generator=generator, dtype=torch.float64, device="cpu" if generator is None else generator.device)
-        alpha, u = torch.randn(n, d, **draw).to(x), torch.rand(n, **draw).to(x)
+        alpha, u = torch.randn(n, d, **draw).to(z), torch.rand(n, **draw).to(z)
         if kind != "cos":
             alpha = alpha / alpha.norm(dim=1, keepdim=True)  # uniform on the unit sphere
         # The paper's c_i >= 0, "uniform in an interval with respect to Omega": measured from the middle of the
         # domain, c_i is uniform on [0, max_x |alpha_i . (x - middle)|], so that every hyperplane
         # alpha_i . (x - middle) + c_i = 0 meets the domain; the signs of alpha_i serve both sides.
-        middle = (x.amin(0) + x.amax(0)) / 2
-        c = u * ((x - middle) @ alpha.T).abs().amax(0)  # [n]
-        w, b = gamma * alpha, gamma * (c - alpha @ middle)
+        if torch.equal(z, x.double()):  # no embedding: the box itself
+            lo, hi = z.new_tensor(domain).T
+            middle, reach = (lo + hi) / 2, alpha.abs() @ (hi - lo) / 2  # [d], [n]
+        else:
+            middle = (z.amin(0) + z.amax(0)) / 2
+            reach = ((z - middle) @ alpha.T).abs().amax(0)
+        w, b = gamma * alpha, gamma * (u * reach - alpha @ middle)
     return FirstLayer(kind, w.to(like), b.to(like))
+
+def _kernel(name, wanted):
+    """A module of kernels/, which a copy of this file may lack."""
+    try:
+        return importlib.import_module(f"kernels.{name}")
+    except ModuleNotFoundError:
+        raise Refused(f"{wanted} is in kernels/{name}.py; copy the folder kernels/ beside common.py") from None
 
 # Networks: y = beta . y_L with y_L the features of the last hidden layer ----------------------------------------------
 
@@ -173,36 +236,46 @@ class Periodic(nn.Module):
                 columns.append(x_k)
         return torch.cat(columns, -1)
 
+class FourierFeatures(nn.Module):
+    """Random Fourier features, SFLI's competitor: x -> [cos(B x), sin(B x)], B ~ scale N(0, 1), trained as in jaxpi."""
+
+    def __init__(self, d, n, scale=1.0):
+        super().__init__()
+        self.B = nn.Parameter(scale * torch.randn(n // 2, d))
+
+    def forward(self, x):
+        z = F.linear(x, self.B)
+        return torch.cat([torch.cos(z), torch.sin(z)], -1)
+
 class MLP(nn.Module):
-    """y_1 = first(x), y_l = tanh(W_l y_{l-1} + b_l), Eq. (1.1); `embed` maps x to `d` inputs."""
+    """y_1 = first(x), y_l = tanh(W_l y_{l-1} + b_l), Eq. (1.1); `embed` maps x to `d` inputs; `first`: width of y_1."""
 
     sfli_layers = ("first",)
 
-    def __init__(self, d, n, L, out=1, rwf=None, embed=None):
+    def __init__(self, d, n, L, out=1, rwf=None, embed=None, first=None):
         super().__init__()
+        widths = [first or n] + [n] * (L - 1)
+        if isinstance(self, ResNet) and widths[0] != n:
+            raise Refused(f"first: a ResNet adds layers of width {n} to y_1; use MLP for another width there")
         self.embed = nn.Identity() if embed is None else embed
-        self.first = tanh_layer(d, n, rwf)
-        self.blocks = nn.ModuleList(tanh_layer(n, n, rwf) for _ in range(L - 1))
-        self.out = Dense(n, out, rwf)
-
-    def hidden(self, x):
-        """Features of every hidden layer, first to last."""
-        y = [self.first(self.embed(x))]
-        for block in self.blocks:
-            y.append(block(y[-1]))
-        return y
+        self.first = tanh_layer(d, widths[0], rwf)
+        self.blocks = nn.ModuleList(tanh_layer(k, n, rwf) for k in widths[:-1])
+        self.out = Dense(widths[-1], out, rwf)
 
     def forward(self, x):
-        return self.out(self.hidden(x)[-1])
+        y = self.first(self.embed(x))
+        for block in self.blocks:
+            y = block(y)
+        return self.out(y)
 
 class ResNet(MLP):
     """y_1 = first(x), y_l = y_{l-1} + tanh(W_l y_{l-1} + b_l)."""
 
-    def hidden(self, x):
-        y = [self.first(self.embed(x))]
+    def forward(self, x):
+        y = self.first(self.embed(x))
         for block in self.blocks:
-            y.append(y[-1] + block(y[-1]))
-        return y
+            y = y + block(y)
+        return self.out(y)
 
 class Gated(nn.Module):
     """One layer of Eq. (3.5): z = tanh(W y + b), z U + (1 - z) V, as V + z (U - V)."""
@@ -229,14 +302,14 @@ class ModifiedMLP(MLP):
     def make_blocks(self, n, L, rwf):
         return nn.ModuleList(Gated(n, n, rwf) for _ in range(L - 1))
 
-    def hidden(self, x):
+    def forward(self, x):
         x = self.embed(x)
         V = self.V(x)
         D = self.U(x) - V
-        y = [self.gate(x, D, V)]
+        y = self.gate(x, D, V)
         for block in self.blocks:
-            y.append(block(y[-1], D, V))
-        return y
+            y = block(y, D, V)
+        return self.out(y)
 
 class PirateBlock(nn.Module):
     """Eq. (3.6): two gated layers, one plain, adaptive skip alpha h + (1 - alpha) y, alpha = 0."""
@@ -264,109 +337,89 @@ def jet(f, x, variables, derivatives):
 
         u, u_t, u_x, u_xx = jet(net, x, "t x", "t x xx")
         u, u_t, laplacian = jet(net, x, "t x1 x2 x3", "t x1x1+x2x2+x3x3")
-        u, heat = jet(net, x, "t x", "t-0.1*xx")
+        u, residual = jet(net, x, "t x", "t - 1/3*xx + 1e-4*xxxx")
 
-    `variables` names the columns of x (a letter, then digits if you like), `derivatives` lists products of these, up to
-    third order, or linear combinations of them, which cost one channel each. f is any module or function made of the
-    operations in RULES; it sees a Jet where it expects a tensor."""
-    plan = _plan(variables, derivatives)
+    `variables` names the columns of x, `derivatives` lists products of these or linear combinations of them, which
+    cost one channel each. f is any module or function; it sees a Jet where it expects a tensor, and a tuple of outputs
+    gives a tuple of lists. What has no rule, here in RULES or in kernels/jets.py, is left to nested autograd."""
+    plan = _plan(variables, derivatives, torch.is_grad_enabled())
     if x.shape[-1] != plan.d:
         raise Refused(f"variables: {variables!r} names {plan.d} columns, x has {x.shape[-1]}")
     eye = torch.eye(plan.d, dtype=x.dtype, device=x.device)
     seed = [x] + [eye[group].unsqueeze(1) if group else sum(_scale(eye[v], m) for v, m in c) if c else None
                   for c, group in zip(plan.seeds, plan.groups[1:])]
-    y = f(Jet(seed, plan, is_input=Jet.short_cuts))
-    return [y.full(0)] + [sum(_scale(y.full(c), m) for c, m in channels) for channels in plan.outputs]
+    read = lambda y: [y.full(0)] + [sum(_scale(y.full(c), m) for c, m in channels) for channels in plan.outputs]
+    try:
+        y = f(Jet(seed, plan, is_input=Jet.short_cuts))
+        return tuple(read(_as_jet(v, plan)) for v in y) if isinstance(y, (tuple, list)) else read(_as_jet(y, plan))
+    except (AttributeError, TypeError, RuntimeError, AssertionError) as missing:
+        return _nested(f, x, eye, plan.wanted, str(missing).partition("\n")[0])
+
+def _nested(f, x, eye, wanted, missing):
+    """The same by one forward derivative inside the other: 2^n evaluations of f for order n."""
+    y = f(x)  # what is wrong with f itself raises here
+    if isinstance(y, (tuple, list)):
+        return tuple(_nested(lambda x, k=k: f(x)[k], x, eye, wanted, missing) for k in range(len(y)))
+    _say(f"jet: {missing}; nested autograd takes over, slower")
+    along = lambda g, v: lambda x: torch.func.jvp(g, (x,), (eye[v].expand_as(x),))[1]
+    try:
+        with _ByRules(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            return [y] + [sum(m * functools.reduce(along, term, f)(x) for term, m in entry) for entry in wanted]
+    except (AttributeError, RuntimeError) as error:
+        raise Refused(f"f: {missing}, and nested autograd fails; use other operations") from error
+
+class _ByRules(torch.overrides.TorchFunctionMode):
+    """Leaves layer_norm, of which PyTorch's second forward derivatives are wrong, and random dropout to our rules."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        by = _rule(name) if name == "layer_norm" else RULES.get(name, func) if name == "dropout" else func
+        return by(*args, **(kwargs or {}))
 
 class Plan:
-    """Channels of a jet and the rules on them.
+    """Channels of a jet and the rule of their products; jet(f, x, "t x y", "t-xx-yy") has
 
-    A term is a sorted tuple of variable numbers, a channel a linear combination of terms, ((term, factor), ...). Rules
-    for products need the proper parts of every term as channels of their own; a combination itself appears only
-    linearly, which is why it needs no more than one channel. jet(f, x, "t x y", "t-xx-yy") goes
+        wanted    [(((0,), 1), ((1, 1), -1), ((2, 2), -1))]: linear combinations of terms, sorted tuples of variables.
+                  One channel is enough for each, but products need the proper parts of every term as channels too
+        groups    x and y are used alike, as squares of one sum: a group [1, 2], for which x stands from here on
+        channels  0: the value, 1: x, which is the group's first derivatives [2, B, n], 2: t-xx-yy
+        leibniz   (a b)_2 = a b_2 + a_2 b - 2 a_1 b_1, where the product a_1 b_1 is summed over the group"""
 
-        parse      wanted = [(((0,), 1), ((1, 1), -1), ((2, 2), -1))]
-        group      x and y are used alike, as squares of one sum: a group [1, 2], for which x stands from here on,
-                   wanted = [(((0,), 1), ((1, 1), -1))]
-        channels   0: the value, 1: x, which is the group's first derivatives [2, B, n], 2: t-xx-yy
-        rules      f(z)_2 = f'(z) z_2 - f''(z) z_1 z_1  and  (a b)_2 = a b_2 + a_2 b - 2 a_1 b_1, where products of a
-                   group are summed over its variables: operations stay few and large in any dimension"""
+    group = staticmethod(lambda wanted, d: ({}, wanted))  # kernels/jets.py looks for groups
 
-    def __init__(self, variables, derivatives):
+    def __init__(self, variables, derivatives, grad=False):
         number = {v: k for k, v in enumerate(variables.split())}
-        wanted = [self.parse(entry, number, variables) for entry in derivatives.split()]
-        groups, wanted = self.group(wanted, len(number))
-        channels = self.channels(wanted)
-        at = {c: k for k, c in enumerate(channels)}
-        self.d = len(number)
-        self.order = max([len(term) for c in channels for term, _ in c], default=0)
-        self.groups = [None] * len(channels)  # variables of each channel that is a group
-        for members in groups:
-            self.groups[at[(((members[0],), 1),)]] = members
-        self.seeds = [[(term[0], m) for term, m in c if len(term) == 1] for c in channels[1:]]  # of x itself
-        self.outputs = [[(at[e], 1)] if e in at else [(at[((term, 1),)], m) for term, m in e] for e in wanted]
-        self.chain, self.leibniz = zip(*(self.rules(c, at) for c in channels))
-
-    @staticmethod
-    def parse(entry, number, variables):
-        """"t-2*xx" -> (((0,), 1.0), ((1, 1), -2.0))"""
-        pattern = r"([+-]?)(?:(\d+\.?\d*(?:e-?\d+)?)\*)?((?:[A-Za-z]\d*)+)"  # sign, factor, product
-        if not re.fullmatch(f"(?:{pattern})(?:(?=[+-]){pattern})*", entry):
-            raise Refused(f"derivatives: {entry!r} is no sum of products of {variables!r}, like xx+yy or t-2*xx")
-        terms = {}
-        for sign, factor, product in re.findall(pattern, entry):
-            names = re.findall(r"[A-Za-z]\d*", product)
-            if not set(names) <= set(number) or len(names) > 3:
-                raise Refused(f"derivatives: {product!r} is no product of one to three of {variables!r}")
-            term = tuple(sorted(number[v] for v in names))
-            terms[term] = terms.get(term, 0) + float(sign + (factor or "1"))
-        return tuple(sorted(terms.items()))
-
-    @staticmethod
-    def group(wanted, d):
-        """Variables that occur only as squares, in the same entries with the same factors, two or more of them: their
-        groups, and `wanted` with the first variable of each in the place of all."""
-        roles = {}
-        for v in range(d):
-            uses = [(e, term == (v, v), m) for e, entry in enumerate(wanted) for term, m in entry if v in term]
-            squares = uses and all(square for _, square, _ in uses)
-            roles.setdefault(tuple(uses) if squares else v, []).append(v)
-        stay = {members[0] for members in roles.values()}
-        wanted = [tuple((term, m) for term, m in entry if set(term) <= stay) for entry in wanted]
-        return [members for members in roles.values() if len(members) > 1], wanted
-
-    @staticmethod
-    def channels(wanted):
-        """The value (), single terms, and those combinations of which not all terms are there, by order."""
+        self.wanted = [_parse(entry, number) for entry in re.sub(r"\s*([-+*/])\s*", r"\1", derivatives).split()]
+        groups, wanted = self.group(self.wanted, len(number))
         single = {((s, 1),) for entry in wanted for term, _ in entry for s, _ in splits(term)}
         single |= {((term, 1),) for entry in wanted if len(entry) == 1 for term, _ in entry}
         sums = {entry for entry in wanted if not all(((term, 1),) in single for term, _ in entry)}
-        return [()] + sorted(single | sums, key=lambda c: (max(len(term) for term, _ in c), c))
+        channels = [()] + sorted(single | sums, key=lambda c: (max(len(term) for term, _ in c), c))
+        at = {c: k for k, c in enumerate(channels)}
+        self.d, self.grad = len(number), grad  # grad: whether autograd is on
+        self.order = max([len(term) for c in channels for term, _ in c], default=0)
+        self.groups = [groups.get(c) for c in channels]  # variables of each channel that is a group
+        self.seeds = [[(term[0], m) for term, m in c if len(term) == 1] for c in channels[1:]]  # of x itself
+        self.outputs = [[(at[e], 1)] if e in at else [(at[((term, 1),)], m) for term, m in e] for e in wanted]
+        leibniz = [{} for _ in channels]  # (a b)_c = a b_c + a_c b + sum of m a_i b_j, as {(i, j): m}
+        for pairs, channel in zip(leibniz, channels):
+            for term, m in channel:
+                for s, rest in splits(term):
+                    pair = at[((s, 1),)], at[((rest, 1),)]
+                    pairs[pair] = pairs.get(pair, 0) + m
+        self.leibniz = [tuple(pairs.items()) for pairs in leibniz]
 
-    @staticmethod
-    def rules(channel, at):
-        """chain:   f(z)_c = f'(z) z_c + sum of  m f^(k)(z) z_i1 .. z_ik   (Faa di Bruno, k >= 2)
-        leibniz: (a b)_c = a b_c + a_c b + sum of  m a_i b_j"""
-        chain, leibniz = {}, {}
-        for term, m in channel:
-            for blocks in partitions(term):
-                if len(blocks) > 1:
-                    key = tuple(sorted(at[((block, 1),)] for block in blocks))
-                    chain[key] = chain.get(key, 0) + m
-            for s, rest in splits(term):
-                key = at[((s, 1),)], at[((rest, 1),)]
-                leibniz[key] = leibniz.get(key, 0) + m
-        return tuple(chain.items()), tuple(leibniz.items())
-
-
-_plans = {}
-
-def _plan(*key):
-    if key not in _plans:
-        _plans[key] = Plan(*key)
-    return _plans[key]
-
-_plan._dynamo_marked_constant = True  # what torch.compiler.assume_constant_result sets, without importing the compiler
+def _parse(entry, number):
+    """"t-1/2*xx" -> (((0,), 1.0), ((1, 1), -0.5))"""
+    name, factor = "|".join(sorted(number, key=len, reverse=True)), r"((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)"
+    pattern = rf"([+-]?)(?:{factor}(?:/{factor})?\*)?((?:{name})+)"  # sign, factor, divisor, product
+    if not re.fullmatch(f"(?:{pattern})(?:(?=[+-]){pattern})*", entry):
+        raise Refused(f"derivatives: {entry!r} is no sum of products of {', '.join(number)}, like xx+yy or t-1/2*xx")
+    terms = {}
+    for sign, factor, divisor, product in re.findall(pattern, entry):
+        term = tuple(sorted(number[v] for v in re.findall(name, product)))
+        terms[term] = terms.get(term, 0) + float(sign + (factor or "1")) / float(divisor or 1)
+    return tuple(sorted(terms.items()))
 
 def splits(term):
     """Every way to split the factors of a term into two non-empty parts (s, rest)."""
@@ -374,66 +427,26 @@ def splits(term):
     pick = lambda mask: tuple(term[k] for k in range(n) if mask >> k & 1)
     return [(pick(mask), pick(~mask)) for mask in range(1, 2**n - 1)]
 
-def partitions(term):
-    """Every set partition of the factors of a term, as a list of lists of sorted tuples."""
-    if not term:
-        return [[]]
-    head, out = term[0], []
-    for blocks in partitions(term[1:]):
-        out.append([(head,)] + blocks)
-        out += [blocks[:k] + [tuple(sorted((head,) + blocks[k]))] + blocks[k + 1 :] for k in range(len(blocks))]
-    return out
+# Constants to torch.compile, marked as torch.compiler.assume_constant_result does, but without importing the compiler.
+def _plan(*key, plans={}):
+    if key not in plans:
+        with contextlib.suppress(ImportError):
+            import kernels.jets  # noqa: F401
+        plans[key] = Plan(*key)
+    return plans[key]
+
+def _say(line, said=set()):
+    print(line, flush=True) if line not in said else None
+    said.add(line)
+
+_plan._dynamo_marked_constant = _say._dynamo_marked_constant = True
 
 # Arithmetic of channels: tensors, or None for zero. A product of two channels of a group is summed over its variables.
 _plus = lambda a, b: b if a is None else a if b is None else a + b
 _times = lambda a, b: None if a is None or b is None else a * b
 _scale = lambda a, m: a if a is None or m == 1 else m * a
 _summed = lambda group, product: product.sum(0) if group and product is not None else product
-
-def _pointwise(taylor):
-    """Rule for y = f(z), given taylor(z, order) -> [f(z), f'(z), ...]; None stands for zero."""
-
-    def rule(a, *args, **kwargs):
-        z, plan = a.channels, a.plan
-        f = taylor(z[0], plan.order)
-        y = [f[0]] + [_times(f[1], c) for c in z[1:]]
-        for c, terms in enumerate(plan.chain):
-            factor = [None] * 4  # of f^(k)
-            for channels, m in terms:
-                product = z[channels[0]]
-                for k in channels[1:]:
-                    product = _times(product, z[k])
-                product = _summed(plan.groups[channels[0]], product)
-                factor[len(channels)] = _plus(factor[len(channels)], _scale(product, m))
-            for k in range(2, plan.order + 1):
-                y[c] = _plus(y[c], _times(f[k], factor[k]))
-        return Jet(y, plan)
-
-    return rule
-
-def _tanh(z, order):
-    y = torch.tanh(z)
-    f1 = 1 - y * y
-    f2 = -2 * y * f1
-    return [y, f1, f2, -2 * (f1 * f1 + y * f2) if order > 2 else None]
-
-def _sin(z, order):
-    s, c = torch.sin(z), torch.cos(z)
-    return [s, c, -s, -c]
-
-def _cos(z, order):
-    s, c = torch.sin(z), torch.cos(z)
-    return [c, -s, -c, s]
-
-def _power(p):
-    def taylor(z, order):
-        f, factor = [], 1.0
-        for k in range(order + 1):
-            f.append(None if factor == 0 else factor * z ** (p - k))
-            factor *= p - k
-        return f
-
-    return taylor
+_as_jet = lambda a, plan: a if isinstance(a, Jet) else Jet([a] + [None] * (len(plan.leibniz) - 1), plan)
 
 def _add(a, b):
     if not isinstance(a, Jet):
@@ -448,63 +461,65 @@ def _mul(a, b):
     if not isinstance(b, Jet):
         return a.map(lambda c: c * b)
     x, y = a.channels, b.channels
-    z = [x[0] * y[0]]
-    for c in range(1, len(x)):
-        z_c = _plus(_times(x[0], y[c]), _times(x[c], y[0]))
-        for (i, j), m in a.plan.leibniz[c]:
-            z_c = _plus(z_c, _scale(_summed(a.plan.groups[i], _times(x[i], y[j])), m))
-        z.append(z_c)
-    return Jet(z, a.plan)
+    z = [x[0] * y[0]] + [_plus(_times(x[0], q), _times(p, y[0])) for p, q in zip(x[1:], y[1:])]
+    return Jet([_plus(*both) for both in zip(z, _cross_terms(x, y, a.plan))], a.plan)
 
+def _cross_terms(x, y, plan, over=1):
+    """Sum of m x_i y_j / over for each channel; of equal products, in a square, one, twice."""
+    z = [None] * len(x)
+    for c, pairs in enumerate(plan.leibniz):
+        for (i, j), m in pairs:
+            if x is not y or i <= j:
+                product = _summed(plan.groups[i], _times(x[i], y[j]))
+                z[c] = _plus(z[c], _scale(product, (2 * m if x is y and i < j else m) / over))
+    return z
+
+def _pointwise(taylor, a, inplace=False):
+    """f(v + d) = f(v) + f'(v) d + f''(v) d^2 / 2 + ... for the value v and the rest d, of which powers above the order
+    vanish, given taylor(v, order) -> [f(v), f'(v), ...]; None stands for zero."""
+    if inplace:
+        raise TypeError("no rule for inplace=True")
+    z, plan = a.channels, a.plan
+    f, power = taylor(z[0], plan.order), z
+    y = [f[0]] + [_times(f[1], c) for c in z[1:]]
+    for k in range(2, plan.order + 1):
+        power = _cross_terms(power, z, plan, over=k)  # d^k / k!
+        y = [_plus(c, _times(f[k], p)) for c, p in zip(y, power)]
+    return Jet(y, plan)
+
+def _tanh(z, order):
+    f = [torch.tanh(z)]
+    f.append(1 - f[0] * f[0])
+    for n in range(1, order):  # f'' = -2 f f', differentiated by Leibniz
+        products = [_scale(f[k] * f[n - k], math.comb(n - 1, k)) for k in range(n)]
+        f.append(-2 * functools.reduce(_plus, products))
+    return f
+
+def _power(p, z, order):
+    factors = [math.prod([p - i for i in range(k)]) for k in range(order + 1)]
+    return [None if m == 0 else _scale(z ** (p - k), m) for k, m in enumerate(factors)]
+
+_turns = lambda s, c, order: [s, c, -s, -c] * (order // 4 + 1)
 _neg = lambda a: a.map(lambda c: -c)
 _sub = lambda a, b: _add(a, _neg(b) if isinstance(b, Jet) else -b)
-_lerp = lambda a, b, weight: _add(a, _mul(_sub(b, a), weight))
-_pow = lambda a, p: _pointwise(_power(p))(a)
+_pow = lambda a, p: _pointwise(functools.partial(_power, p), a)
 _div = lambda a, b: _mul(a, _pow(b, -1) if isinstance(b, Jet) else 1 / b)
+_linear = lambda a, weight, bias=None: _add(RULES["matmul"](a, weight.mT), 0 if bias is None else bias)
 
 def _matmul(a, w):
-    """a @ w for a constant w: one product over all channels where they have the value's shape. Their rows are put one
-    below the other: [channels, batch, n] stacked over seeds inductor takes for a channels-last image and transposes."""
-    if not isinstance(a, Jet) or isinstance(w, Jet):
-        raise NotImplementedError("jet: a matrix product takes the jet on the left and a constant on the right")
-    v = a.channels[0]
-    if w.shape[-1] < 8 or w.dim() > 2 or any(c.shape[-v.dim() :] != v.shape for c in a.channels if c is not None):
-        return a.map(lambda c: torch.matmul(c, w))  # also at the output, where not every channel is read
-    at = [k for k, c in enumerate(a.channels) if c is not None]
-    parts, channels = [a.channels[k].reshape(-1, v.shape[-1]) for k in at], [None] * len(a.channels)
-    for k, c in zip(at, torch.matmul(torch.cat(parts), w).split([len(c) for c in parts])):
-        channels[k] = c.reshape(*a.channels[k].shape[:-1], *w.shape[1:])
-    return Jet(channels, a.plan)
-
-_linear = lambda a, weight, bias=None: _matmul(a, weight.mT) if bias is None else _add(_matmul(a, weight.mT), bias)
+    """a @ w for a constant w; kernels/jets.py has the other cases, and one product for all channels."""
+    n = a.channels[0].shape[-1]
+    return a.map(lambda c: torch.matmul(c.expand(*c.shape[:-1], n), w))
 
 def squared_distance(x, w, b):
     """sum_k (w_ik x_k + b_ik)^2 = [w^2, 2 w b, |b|^2] . [x^2, x, 1] as one product; the value in float64, derivatives,
     in which less cancels, in the precision of w."""
+    square = lambda x, w, b: F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
     if not isinstance(x, Jet):
-        return _expanded_square(x.double(), w.double(), b.double())
-    short = x.is_input and any(x.plan.groups)
-    s = _by_unit_vectors(x, w, b) if short else _expanded_square(x, w, b)
+        return square(x.double(), w.double(), b.double())
+    s = RULES["by_unit_vectors"](square, x, w, b) if x.is_input and any(x.plan.groups) else square(x, w, b)
     if w.dtype != torch.float64:
         s.channels[0] = squared_distance(x.channels[0], w, b)
-    return s
-
-def _expanded_square(x, w, b):
-    return F.linear(torch.cat([x * x, x], -1), torch.cat([w * w, 2 * w * b], -1), (b * b).sum(-1))
-
-def _by_unit_vectors(x, w, b):
-    """Short cut for the network's own input, where the first derivatives of a group are unit vectors: that in x_k is
-    2 w_ik^2 x_k + 2 w_ik b_ik, a product of depth two, which torch.compile leaves in one piece."""
-    plan, v = x.plan, x.channels[0]
-    s = _expanded_square(Jet([None if group else c for c, group in zip(x.channels, plan.groups)], plan), w, b)
-    for k, group in enumerate(plan.groups):
-        if group:
-            w_k, b_k, v_k = w.mT[group], b.mT[group], v.mT[group]  # [variables, n] and [variables, batch]
-            factors = torch.stack([2 * w_k * w_k, 2 * w_k * b_k], 1)  # [variables, 2, n]
-            s.channels[k] = torch.stack([v_k, torch.ones_like(v_k)], -1) @ factors
-            for c, terms in enumerate(plan.chain):
-                for m in [m for used, m in terms if used == (k, k)]:
-                    s.channels[c] = _plus(s.channels[c], 2 * m * (w_k * w_k).sum(0))
     return s
 
 def _getitem(a, index):
@@ -514,39 +529,50 @@ def _getitem(a, index):
 
 def _cat(parts, dim=0):
     plan = next(a.plan for a in parts if isinstance(a, Jet))
-    jets = [a if isinstance(a, Jet) else Jet([a] + [None] * (len(plan.chain) - 1), plan) for a in parts]
+    jets = [_as_jet(a, plan) for a in parts]
     dim = dim if dim < 0 else dim - jets[0].channels[0].dim()
     return Jet([None if all(a.channels[k] is None for a in jets) else torch.cat([a.full(k) for a in jets], dim)
-                for k in range(len(plan.chain))], plan)
+                for k in range(len(plan.leibniz))], plan)
 
-_exp = lambda z, order: [torch.exp(z)] * 4
-_relu = lambda z, order: [torch.relu(z), (z > 0).to(z.dtype), None, None]
-_abs = lambda z, order: [torch.abs(z), torch.sign(z), None, None]
-
+_of = lambda taylor: functools.partial(_pointwise, taylor)
 RULES = {
-    "linear": _linear, "matmul": _matmul, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "neg": _neg,
-    "rsub": lambda a, b: _sub(b, a), "pow": _pow, "square": lambda a: _mul(a, a), "cat": _cat, "lerp": _lerp,
-    "tanh": _pointwise(_tanh), "sin": _pointwise(_sin), "cos": _pointwise(_cos),
-    "sigmoid": lambda a: _add(_mul(RULES["tanh"](_mul(a, 0.5)), 0.5), 0.5),
-    "exp": _pointwise(_exp), "relu": _pointwise(_relu), "abs": _pointwise(_abs),
-    "silu": lambda a, **kwargs: _mul(a, RULES["sigmoid"](a)),
+    "linear": _linear, "matmul": _matmul, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "neg": _neg, "pow": _pow,
+    "square": lambda a: _mul(a, a), "cat": _cat, "lerp": lambda a, b, weight: _add(a, _mul(_sub(b, a), weight)),
+    "tanh": _of(_tanh), "exp": _of(lambda z, order: [torch.exp(z)] * (order + 1)),
+    "sin": _of(lambda z, order: _turns(torch.sin(z), torch.cos(z), order)),
+    "cos": _of(lambda z, order: _turns(torch.cos(z), -torch.sin(z), order)),
+    "relu": _of(lambda z, order: [torch.relu(z), (z > 0).to(z.dtype)] + [None] * (order - 1)),
+    "abs": _of(lambda z, order: [torch.abs(z), torch.sign(z)] + [None] * (order - 1)),
+    "sigmoid": lambda a, inplace=False: _add(_mul(RULES["tanh"](_mul(a, 0.5), inplace), 0.5), 0.5),
+    "silu": lambda a, inplace=False: _mul(a, RULES["sigmoid"](a, inplace)),
+    "to": lambda a, *args, **kwargs: a.map(lambda c: c.to(*args, **kwargs)),
 }
+
+def _rule(name):
+    if name not in RULES:
+        raise AttributeError(f"no rule for {name}" + ("" if "gelu" in RULES else " without kernels/ beside common.py"))
+    return RULES[name]
 
 class Jet:
     """Channels of a jet: [0] the value [B, n], then one per entry of its plan; a channel is a tensor that
     broadcasts against the value, or None for zero."""
 
     short_cuts = True  # kernels/natural_gradient.py, which must see every product, switches them off for a while
+    __eq__ = __bool__ = None  # errors, until kernels/jets.py says otherwise
 
     def __init__(self, channels, plan, is_input=False):
+        if plan.grad and not torch.is_grad_enabled():
+            raise Refused("f: torch.no_grad or an autograd.Function hides derivatives; use detach or plain operations")
+        if any(g and c is not None and c.dim() <= channels[0].dim() for c, g in zip(channels, plan.groups)):
+            raise TypeError("no rule for more dimensions than a group expects")
         self.channels, self.plan, self.is_input = channels, plan, is_input
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        rule = RULES.get(func.__name__)
-        if rule is None:
-            raise NotImplementedError(f"jet: no rule for {func.__name__}; there are rules for {', '.join(RULES)}")
-        return rule(*args, **(kwargs or {}))
+        return _rule(func.__name__)(*args, **(kwargs or {}))
+
+    def __getattr__(self, name):  # the method form of a rule
+        return functools.partial(_rule(name), self)
 
     def full(self, k):
         """Channel k, expanded to the shape of the value, with the variables of a group in front."""
@@ -556,9 +582,6 @@ class Jet:
 
     def map(self, f):
         return Jet([None if c is None else f(c) for c in self.channels], self.plan)
-
-    def to(self, *args):
-        return self.map(lambda c: c.to(*args))
 
     # Operators are the rule functions themselves: torch.compile traces that without graph breaks.
     __add__ = __radd__ = _add
@@ -570,37 +593,71 @@ class Jet:
 
 # eps-rank (Section 2): number of eigenvalues > eps of M = integral over Omega of phi phi^T dx -------------------------
 
-def hidden_features(net, x):
-    """Outputs [N, n] of every hidden layer: of a network of this file or an nn.Sequential (what enters each Linear but
-    the first)."""
-    if hasattr(net, "hidden"):
-        return net.hidden(x)
-    if not isinstance(net, nn.Sequential):
-        raise Refused(f"net: {type(net).__name__} has no hidden(x) that lists the outputs of its hidden layers")
-    out, seen = [], False
-    for module in net:
-        out += [x] if seen and isinstance(module, (nn.Linear, Dense)) else []
-        seen = seen or isinstance(module, (nn.Linear, Dense, FirstLayer))
-        x = module(x)
-    return out
-
 def gram_spectrum(phi, measure=1.0):
     """Eigenvalues, largest first, of the Gram matrix measure / N * phi^T phi of features phi [N, n] at N points spread
     uniformly over the domain; in float64 even where phi is float32, whose rounding would count as rank."""
     phi = phi.detach().double()
+    if phi.dim() != 2 or not phi.isfinite().all():
+        raise Refused(f"features: {list(phi.shape)}, {(~phi.isfinite()).sum()} not finite; numbers [N, n] are wanted")
     return torch.linalg.eigvalsh(phi.T @ phi * (measure / len(phi))).flip(0)
 
-@torch.no_grad()
-def eps_rank(net, x, eps=1e-6, measure=1.0, layer=-1):
-    """eps-rank of the features of hidden layer `layer` at the points x: an index, "all" for a list of all of them, or
-    "first" for a list of the layers that SFLI shapes (the first, or the encoders U and V).
+def eps_rank(net, x=None, eps=1e-6, measure=1.0, layer=-1):
+    """eps-rank of features [N, n], of a FirstLayer at x, or of those that a network has at the points x in
+
+    layer=-1, 0, ..        a hidden layer by number, the last unless told: what enters a Linear behind the first layer
+    layer="trunk.1"        a module, by name or itself: what it returns (name the activation, not its Linear)
+    layer=[0, "trunk.1"]   several in one pass: a list of ranks; "all": of every hidden layer; "first": of those that
+                           SFLI shapes in a network of this file (the first, or the encoders U and V)
+
+    The last dimension holds the features, the others are samples: points, tokens, nodes. Behind a convolution channels
+    are features and positions samples. The network runs in eval mode; a tuple x is several arguments.
 
     The paper states neither eps nor the quadrature. Ours: eps = 1e-6, equal weights on x, and
     measure = |Omega| where d <= 3, else 1 (2^50 would swamp any threshold)."""
-    of_sfli = lambda: [getattr(net, name)(net.embed(x)) for name in net.sfli_layers]
-    phis = of_sfli() if layer == "first" else hidden_features(net, x)
     rank = lambda phi: int((gram_spectrum(phi, measure) > eps).sum())
-    return list(map(rank, phis)) if layer in ("first", "all") else rank(phis[layer])
+    if isinstance(net, FirstLayer) and net.kind == "gauss" and len(x) > 10**5:  # without storing the features
+        gram = _kernel("gaussian_gram", "x: so many points").gaussian_gram
+        M = gram(x, net.weight.detach(), net.bias.detach()) * (measure / len(x))
+        return int((torch.linalg.eigvalsh(M) > eps).sum())
+    if isinstance(net, (torch.Tensor, FirstLayer)):
+        return rank(net if isinstance(net, torch.Tensor) else net(x))
+    net = getattr(net, "_orig_mod", net)  # of torch.compile
+    layer = list(net.sfli_layers) if layer == "first" and isinstance(net, MLP) else layer
+    one = layer != "all" and not isinstance(layer, (list, tuple))
+    phis = layer_features(net, x, [layer] if one else layer)
+    return rank(phis[0]) if one else list(map(rank, phis))
+
+@torch.no_grad()
+def layer_features(net, x, layers="all"):
+    """Features [N, n] of each of `layers`, as in eps_rank(), by hooks in one pass."""
+    names, modes = {m: name for name, m in net.named_modules()}, {m: m.training for m in net.modules()}
+    ends = (*net.blocks, net.out) if isinstance(net, MLP) else ()
+    wanted, seen, hidden, found, axis = () if layers == "all" else layers, [], [], {}, {}
+
+    def note(module, args, y):
+        y = y[0] if isinstance(y, tuple) else y
+        if module in ends or not ends and seen and isinstance(module, (nn.Linear, Dense)):
+            hidden.append(args[0])
+        seen.extend(module.parameters(recurse=False))
+        if isinstance(module, nn.modules.conv._ConvNd):
+            axis[y.dim()] = -1 - len(module.kernel_size)  # of its channels; activations and pooling leave them there
+        elif isinstance(module, (nn.Linear, nn.LayerNorm, nn.MultiheadAttention)):
+            axis.clear()
+        if module in wanted or names[module] in wanted:
+            found[module] = found[names[module]] = y.movedim(axis.get(y.dim(), -1), -1)
+
+    hooks = [m.register_forward_hook(note) for m in names]
+    try:
+        net.eval()(*x if isinstance(x, tuple) else (x,))
+    finally:
+        for hook, (m, mode) in zip(hooks, modes.items()):
+            hook.remove()
+            m.training = mode
+    found |= {k: hidden[k] for k in range(-len(hidden), len(hidden))}
+    if missing := [k for k in wanted if k not in found]:
+        raise Refused(f"layer: {missing} is not there, or not called; there are {len(hidden)} hidden layers, and the "
+                      f"modules {', '.join(filter(None, names.values()))}")
+    return [phi.flatten(0, -2) for phi in (hidden if layers == "all" else [found[k] for k in layers])]
 
 def grid(domain, n):
     """n^d cell midpoints of the box `domain` -> [n^d, d]: equal-weight quadrature points for d <= 3."""
@@ -608,8 +665,6 @@ def grid(domain, n):
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(-1, len(domain))
 
 # Training: sample -> named residuals -> squared, averaged, weighted -> optimiser --------------------------------------
-
-DIVERGED = 1e6  # a loss so many times its best has diverged
 
 @dataclass(frozen=True)
 class Schedule:
@@ -627,9 +682,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Save:
-    """history.csv and checkpoint.pt go to `folder`, the latter every so many seconds, and every so many steps if given;
-    the one before is kept. resume continues from that checkpoint, bit for bit on a CPU, and refuses one whose `config`
-    differs."""
+    """history.csv and checkpoint.pt go to `folder`, the latter every so many seconds, and steps if given; the last but
+    one is kept. resume continues from it, bit for bit on a CPU, and refuses one whose `config` differs."""
 
     folder: str
     config: dict = None
@@ -649,25 +703,10 @@ class State:
     lam: dict = field(default_factory=dict)  # pseudo-time, {name of a residual: [S]}
     sums: dict = field(default_factory=dict)  # losses added up since the last row of the history, {name: [S]}
     count: int = 0  # so many
+    best: dict = field(default_factory=dict)  # with keep: parameters and buffers of the best row of each network so far
     step: int = 0
     seconds: float = 0.0
     history: list = field(default_factory=list)
-
-    def pack(self, processes):
-        generators = processes.gather([g.get_state() for g in self.generators])
-        return vars(self) | {"optimizer": self.optimizer.state_dict(), "generators": generators}
-
-    def unpack(self, saved, process):
-        device = next(iter(self.params.values())).device
-        for tensors, old in ((self.params, saved["params"]), (self.buffers, saved["buffers"])):
-            for name, tensor in tensors.items():
-                tensor.copy_(old[name])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        for g, s in zip(self.generators, saved["generators"][process]):
-            g.set_state(s.cpu())
-        for name in ("weights", "lam", "sums"):
-            setattr(self, name, {k: v.to(device) for k, v in saved[name].items()})
-        self.count, self.step, self.seconds, self.history = (saved[k] for k in ("count", "step", "seconds", "history"))
 
 class Alone:
     """The processes that train one network together: this one. cli.py has those of torchrun."""
@@ -679,91 +718,112 @@ class Alone:
 class Stopped(Exception):
     """Training was asked to stop and has written its checkpoint."""
 
-def train(nets, sample, residuals, steps, *, lr=1e-3, optimizer="adam", optimizer_options=None, weights=None,
-          weighting="fixed", causal=None, pseudo_time=False, constants=None, evaluate=None, seeds=None, compile=False,
-          save=None, stop=None, processes=Alone):
+def train(nets, sample, residuals, steps, *, lr=None, optimizer="adam", optimizer_options=None, weights=None,
+          weighting="fixed", causal=None, pseudo_time=False, constants=None, evaluate=None, callback=None, keep=None,
+          seeds=None, compile=False, save=None, stop=None, processes=Alone):
     """Train one network, or several at once (one per seed), and return the history: a list of rows.
 
     sample(generator) -> batch, a dict of tensors [B, ...], drawn anew every step.
-    residuals(net, batch) -> {name: r [B]}, never squares; the loss is the sum over names of weight * mean(r^2).
-    lr: a number, or a function of the step such as Schedule(1e-3, warmup=500, decay=0.9, every=1000).
-    optimizer: "adam", "soap" (package pytorch-optimizer), or "ng", natural gradient, for one float64 network, where lr
-        is the longest step, 1 at the start. optimizer_options go to it; those of ng are damping and momentum.
+    residuals(net, batch) -> {name: r [B]}, never squares; the loss is the sum over names of weight * mean(r^2). Every
+        parameter of the module is trained, also one that is not of a layer, say an unknown coefficient net.k.
+    lr: a number (1e-3), or a function of the step such as Schedule(1e-3, warmup=500, decay=0.9, every=1000).
+    optimizer: "adam", "soap" (package pytorch-optimizer), "ng", natural gradient, for one float64 network, where lr (1)
+        is the longest step, or your own, params -> torch.optim.Optimizer, whose rate stays unless there is an lr.
+        optimizer_options go to it; those of ng are damping and momentum.
     weighting: "fixed" keeps `weights` ({name: w}, default 1); "grad_norm" and "ntk" rebalance them.
     causal: {"terms": [names], "tol": 1.0, "chunks": 32} weights these terms by time; their rows are sorted by it.
     pseudo_time: for a residual given as a pair (r, q) minimise r + lam (q - q now), a step of size 1 / lam of implicit
         Euler for q_t = -r. It leaves the loss alone and changes its gradient. Without it q is ignored.
     constants(step) -> {name: number} joins the batch, say the viscosity of a curriculum.
-    evaluate(net) -> {name: number} joins the history, about 100 times a run.
-    nets: several train as one, stacked and vmapped, each with its own draws and weights (`seeds`); they hold the
-        trained parameters at the end. compile: True, or options for torch.compile.
-    save: Save("runs/mine"). stop() -> bool is asked after every step; if true, saves and raises Stopped."""
+    evaluate(net) -> {name: number} joins the history, about 100 times a run. callback(step, row) is given every row.
+    keep: a column of the history, say "loss" or "rel_l2"; the networks end as they were in its lowest row.
+    nets: several train as one, stacked, each with its own draws and weights (`seeds`). compile: True, or its options.
+    save: Save("runs/mine"). stop() -> bool is asked after every step; it raises Stopped, without save it returns."""
     nets = list(nets) if isinstance(nets, (list, tuple)) else [nets]
     seeds = list(range(len(nets))) if seeds is None else list(seeds)
-    rate = lr if callable(lr) else Schedule(lr)
+    rate = lr if callable(lr) else Schedule((1.0 if optimizer == "ng" else 1e-3) if lr is None else lr)
     check_choices(nets, optimizer, weighting, compile, processes)
-    saved = load_checkpoint(save) if save is not None and save.resume else None
+    files = None if save is None else _kernel("checkpoint", "save: writing checkpoints")
+    balance = None if weighting == "fixed" else _kernel("weights", f"weighting: {weighting}")
+    saved = files.load_checkpoint(save, steps) if save is not None and save.resume else None
     problem = Problem(nets, residuals, causal, processes)
     opt = make_optimizer(optimizer, problem, rate(0), optimizer_options or {})
     draws = [torch.Generator(problem.device).manual_seed(1000003 * s + 1 + 7919 * processes.number) for s in seeds]
     state = State(problem.values, problem.buffers, opt, draws)
     if saved is not None:
-        state.unpack(saved, processes.number)
+        files.unpack(state, saved, processes.number)
     batch = None if saved else first_batch(problem, state, sample, constants, weights or {}, pseudo_time)
     gradient = gradient_of(problem, opt, compile)
     every, rebalance = max(1, steps // 100), max(1, min(1000, steps // 20))
     clock = Clock(state, steps)
     while state.step <= steps:
         batch = draw(problem, state, sample, constants) if batch is None else batch
-        if weighting != "fixed" and state.step % rebalance == 0:
-            new = balanced(gradient_sizes(weighting, problem, batch, draws))
-            state.weights = {k: 0.9 * state.weights[k] + 0.1 * new[k] for k in new}
+        if balance is not None and state.step % rebalance == 0:
+            state.weights = balance.rebalanced(weighting, problem, state, batch)
         for group in opt.param_groups:
-            group["lr"] = rate(state.step)
+            group["lr"] = rate(state.step) if lr is not None or not callable(optimizer) else group["lr"]
         losses = gradient(problem, opt, batch, state.weights)
         state.sums = {k: state.sums[k] + v if state.sums else v for k, v in losses.items()}
         state.count += 1
+        if processes.count == 1 and problem.device.type == "cpu":  # elsewhere looking costs: with the next row
+            check_finite(state.step, losses)
         if state.step % every == 0 or state.step == steps:
-            state.history += rows_of(problem, state, seeds, batch, weighting, evaluate, clock.seconds())
-            state.sums, state.count = {}, 0
-            if save is not None and processes.number == 0:
-                write_rows(Path(save.folder) / "history.csv", state.history)
-        check_losses(problem, state, losses)
+            rows = rows_of(problem, state, seeds, batch, weighting, evaluate, clock.seconds())
+            record(state, rows, keep, callback, save, processes)
         if state.step < steps:
             take_step(problem, state, batch)
         batch, state.step = None, state.step + 1
         clock.report(state)
-        if save_or_stop(state, steps, save, clock, stop is not None and stop(), processes):
+        stopping = state.step <= steps and stop is not None and stop()
+        if processes.count > 1:  # they agree, every tenth step
+            stopping = state.step % 10 == 0 and any(processes.gather(stopping))
+        if save is not None:
+            files.save_if_due(state, save, clock, stopping or state.step > steps, processes)
+        if stopping:
+            if save is None:
+                break
             raise Stopped(f"stopped after step {state.step - 1} of {steps}")
+    for name, tensor in (problem.values | problem.buffers if keep else {}).items():
+        tensor.copy_(state.best[name])
     return state.history
 
 def check_choices(nets, optimizer, weighting, compile, processes):
     """What train() refuses before anything is drawn, moved or written."""
     for name, value, known in (("optimizer", optimizer, ("adam", "soap", "ng")),
                                ("weighting", weighting, ("fixed", "grad_norm", "ntk"))):
-        if value not in known:
+        if value not in known and not (name == "optimizer" and callable(value)):
             raise Refused(f"{name}: {value!r} is unknown; choose one of {', '.join(known)}")
-    if optimizer == "ng" and (len(nets) > 1 or compile):
-        raise Refused("optimizer: ng trains one network, uncompiled; use one seed and no compile")
+    if optimizer in ("soap", "ng") and len(nets) > 1:
+        raise Refused(f"seeds, optimizer: {optimizer} trains one network at a time; use one seed, or adam")
+    if optimizer == "ng" and compile:
+        raise Refused("compile, optimizer: ng is not compiled; train without compile")
     if processes.count > 1 and (optimizer == "ng" or len(nets) > 1):
-        raise Refused("optimizer: several processes train one network by adam or soap; use one seed and one of these, "
-                      "or one process")
+        raise Refused("seeds, optimizer: several processes train one network, by adam or soap; use one process")
 
 def make_optimizer(name, problem, lr, options):
     params = list(problem.params.values())
+    if callable(name):
+        return name(params, **options)
     if name == "adam":
         return torch.optim.Adam(params, lr, **dict(fused=True) | options)
+    if name == "ng":
+        ng = _kernel("natural_gradient", "optimizer: ng")
+        return ng.NaturalGradient(problem.nets[0], problem.stepped, lr, **options)
     try:
-        if name == "ng":
-            from kernels.natural_gradient import NaturalGradient
-
-            return NaturalGradient(problem.nets[0], problem.stepped, lr, **options)
         from pytorch_optimizer import SOAP
     except ImportError:
-        missing = ("optimizer: ng is kernels/natural_gradient.py; copy the folder kernels/ beside common.py"
-                   if name == "ng" else "optimizer: soap is in a package of its own; pip install pytorch-optimizer")
-        raise Refused(missing) from None
+        raise Refused("optimizer: soap is in a package of its own; pip install pytorch-optimizer") from None
     return SOAP(params, lr, **dict(betas=(0.9, 0.999), weight_decay=0.0, precondition_frequency=10) | options)
+
+class Bound(nn.Module):
+    """f(net, batch) as a module, so that functional_call() puts parameters wherever f looks for them in net."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, f, batch):
+        return f(self.net, batch)
 
 class Problem:
     """What is minimised. S networks as one: `params` and `buffers` {name: tensor}, stacked [S, ...] where S > 1 (the
@@ -771,6 +831,9 @@ class Problem:
 
     def __init__(self, nets, residuals, causal=None, processes=Alone):
         self.nets, self.of_one, self.causal, self.processes = nets, residuals, causal, processes
+        self.bound, self.sent = Bound(nets[0]), {}
+        self.vmapped, self.own_grad = len(nets) > 1, False  # until residuals refuse vmap, or call torch.autograd.grad
+        self.by_time = _kernel("weights", "causal: weighting by time").causal_weights if causal else None
         params, self.buffers = dict(nets[0].named_parameters()), dict(nets[0].named_buffers())
         if len(nets) > 1:
             params, self.buffers = torch.func.stack_module_state(nets)
@@ -785,20 +848,46 @@ class Problem:
 
     def over_members(self, f, params, batch):
         """f(net, batch) -> {name: [B]}, or pairs of these, for every network: {name: [S, B]}."""
-        net = self.nets[0]
-        call = lambda p: lambda x: torch.func.functional_call(net, p, (x,))
+        named = lambda p: {f"net.{k}": v for k, v in p.items()}
+        call = lambda p, batch: torch.func.functional_call(self.bound, named(p), (f, batch))
+        of = lambda s, tensors: {k: v[s] for k, v in tensors.items()}
+        if self.vmapped:
+            try:
+                return torch.func.vmap(call, randomness="different")(params | self.buffers, batch)
+            except RuntimeError:
+                print("train: vmap does not take these residuals; the networks take turns, slowly", flush=True)
+                self.vmapped = False
         if len(self.nets) > 1:
-            return torch.func.vmap(lambda p, b, batch: f(call(p | b), batch))(params, self.buffers, batch)
-        add = lambda v: tuple(map(add, v)) if isinstance(v, tuple) else v.unsqueeze(0)
-        return {k: add(v) for k, v in f(net if params is self.params else call(params), batch).items()}
+            members = [call(of(s, params | self.buffers), of(s, batch)) for s in range(len(self.nets))]
+        else:
+            members = [f(self.nets[0], batch) if params is self.params else call(params, batch)]
+        stack = lambda parts: tuple(map(stack, zip(*parts))) if isinstance(parts[0], tuple) else torch.stack(parts)
+        return {k: stack([one[k] for one in members]) for k in members[0]}
+
+    def look(self, f, batch):
+        """f for the networks as they are, detached, and without a graph but for residuals that look into it."""
+        try:
+            with torch.set_grad_enabled(self.own_grad), self.eager():
+                out = self.over_members(f, self.params, batch)
+        except RuntimeError:
+            if self.own_grad:
+                raise
+            self.own_grad = True
+            return self.look(f, batch)
+        detach = lambda v: tuple(map(detach, v)) if isinstance(v, tuple) else v.detach()
+        return {k: detach(v) for k, v in out.items()}
+
+    def terms(self, net, batch):
+        """{name: (r, q) or (r,)} of one network, each [B]."""
+        flat = lambda v: v.squeeze(1) if v.dim() == 2 else v  # from [B, 1]
+        return {k: tuple(map(flat, v if isinstance(v, tuple) else (v,))) for k, v in self.of_one(net, batch).items()}
 
     def stepped(self, net, batch):
         """Residuals of one network, with r + lam (q - q now) for pairs (r, q) where the batch has a lam for them."""
         out = {}
-        for k, v in self.of_one(net, batch).items():
-            r, q = v if isinstance(v, tuple) else (v, None)
-            lam = None if q is None else batch.get(f"lam_{k}")
-            out[k] = r if lam is None else r + lam * (q - q.detach())
+        for k, (r, *q) in self.terms(net, batch).items():
+            lam = batch.get(f"lam_{k}")
+            out[k] = r if lam is None or not q else r + lam * (q[0] - q[0].detach())
         return out
 
     def residuals(self, params, batch):
@@ -806,12 +895,10 @@ class Problem:
 
     def pairs(self, batch):
         """Those residuals that are pairs (r, q)."""
-        only = lambda net, batch: {k: v for k, v in self.of_one(net, batch).items() if isinstance(v, tuple)}
-        with torch.no_grad(), self.eager():
-            return self.over_members(only, self.params, batch)
+        return self.look(lambda net, b: {k: v for k, v in self.terms(net, b).items() if len(v) == 2}, batch)
 
     def causality(self, r):
-        return causal_weights(r, **self.causal, average=self.processes.average) if self.causal else {}
+        return self.by_time(r, **self.causal, average=self.processes.average) if self.causal else {}
 
     def objective(self, params, batch, w):
         """The loss of all networks together, and {name: mean(r^2) [S]}."""
@@ -823,10 +910,14 @@ class Problem:
 # Three ways to a gradient: each (problem, opt, batch, weights) -> {name: loss [S]} leaves opt ready for opt.step().
 def gradient_of(problem, opt, compile):
     """The way that train() takes, compiled as asked."""
+    if isinstance(opt, torch.optim.LBFGS):
+        raise Refused("optimizer: LBFGS wants a closure, which train() does not have; take ng, or a loop of your own")
     if hasattr(opt, "natural_gradient"):
         return lambda problem, opt, batch, w: opt.natural_gradient(problem, batch, w)
     if not compile:
         return gradient_by_autograd
+    if problem.own_grad:
+        raise Refused("compile: residuals that call torch.autograd.grad do not compile; use jet(), or no compile")
     options = dict(dynamic=False) | (compile if isinstance(compile, dict) else {})
     problem.eager = lambda: torch.compiler.set_stance("force_eager")
     if problem.processes.count > 1:  # whose averages interrupt a compiled function
@@ -841,7 +932,7 @@ def gradient_by_autograd(problem, opt, batch, w):
     total, losses = problem.objective(problem.params, batch, w)
     total.backward()
     problem.processes.average_gradients(problem.params.values())
-    return {k: problem.processes.average(v.detach()) for k, v in losses.items()}
+    return {k: v.detach() for k, v in losses.items()}
 
 def compiled_gradient(problem, opt, batch, w):
     """Value and gradient in one compiled function."""
@@ -853,7 +944,11 @@ def compiled_gradient(problem, opt, batch, w):
 # The parts of a step, in their order.
 def draw(problem, state, sample, constants):
     """The batches of all networks, stacked where they are several, with the constants of the step and lam in them."""
-    numbers = {k: torch.tensor(v, device=problem.device) for k, v in constants(state.step).items()} if constants else {}
+    numbers, sent = constants(state.step) if constants else {}, problem.sent
+    for k, v in numbers.items():
+        if k not in sent or sent[k][0] != v:  # each sending makes a GPU wait
+            sent[k] = v, torch.tensor(v, device=problem.device)
+    numbers = {k: sent[k][1] for k in numbers}
     lam = lambda s: {f"lam_{k}": v[s] for k, v in state.lam.items()}
     batches = [sample(g) | numbers | lam(s) for s, g in enumerate(state.generators)]
     return batches[0] if len(batches) == 1 else {k: torch.stack([b[k] for b in batches]) for k in batches[0]}
@@ -862,8 +957,7 @@ def first_batch(problem, state, sample, constants, weights, pseudo_time):
     """The batch of step 0, which tells the names of the residuals: initial weights and lam. With pseudo-time that step
     wants another one, with lam in it: None."""
     batch = draw(problem, state, sample, constants)
-    with torch.no_grad():
-        r = problem.residuals(problem.params, batch)
+    r = problem.look(problem.stepped, batch)
     for k in r:
         if r[k].dim() != 2:
             raise Refused(f"residuals: {k!r} is {list(r[k].shape[1:])}; one number per point is wanted, [B]")
@@ -876,52 +970,15 @@ def first_batch(problem, state, sample, constants, weights, pseudo_time):
     state.lam = {k: torch.ones_like(state.weights[k]) for k in pairs}
     return None if pseudo_time else batch
 
-def causal_weights(r, terms, tol=1.0, chunks=32, average=Alone.average):
-    """w_i = exp(-tol sum_{j<i} L_j), L_j the mean square of time chunk j, the smallest over `terms`; constants for the
-    gradient. {name: [S, B]}; rows sorted by time, B a multiple of chunks."""
-    weight = None
-    for k in terms:
-        S, B = r[k].shape
-        if B % chunks:
-            raise Refused(f"batch: {B} points do not split into {chunks} causal chunks; use multiples of {chunks}")
-        L = average(r[k].detach().square().reshape(S, chunks, -1).mean(2))  # [S, chunks]
-        w_k = torch.exp(-tol * (L.cumsum(1) - L))
-        weight = w_k if weight is None else torch.minimum(weight, w_k)
-    return {k: weight.repeat_interleave(r[k].shape[1] // chunks, 1) for k in terms}
-
-def gradient_sizes(scheme, problem, batch, generators):
-    """{name: [S]}. "grad_norm": norm of the gradient of the term's loss (Wang, Teng, Perdikaris 2021). "ntk": mean over
-    its points of |d r_i / d theta|^2 (Wang, Yu, Perdikaris 2022), estimated without bias and without per-point
-    Jacobians by |grad sum_i v_i r_i|^2 / B with random signs v."""
-    with problem.eager():
-        r, params, sizes = problem.residuals(problem.params, batch), list(problem.params.values()), {}
-    c, many = problem.causality(r), problem.processes.count
-    for k in r:
-        scaled = r[k] * c[k].sqrt() if k in c else r[k]  # [S, B]
-        S, B = scaled.shape
-        if scheme == "grad_norm":
-            target = scaled.square().mean(1).sum()
-        else:
-            v = torch.stack([torch.randint(0, 2, (B,), generator=g, device=g.device) for g in generators])
-            target = ((2 * v - 1) * scaled).sum() / math.sqrt(B / many)  # signed sums add up over processes
-        grads = torch.autograd.grad(target, params, retain_graph=True, allow_unused=True)
-        square = sum(problem.processes.average(d).square().reshape(S, -1).sum(1) for d in grads if d is not None)
-        sizes[k] = square.sqrt() if scheme == "grad_norm" else square
-    return sizes
-
-def balanced(sizes):
-    """Weights that make weight * size equal for all terms, normalised as in jaxpi: mean(sizes) / size."""
-    mean = sum(sizes.values()) / len(sizes)
-    return {k: mean / (v + 1e-12 * mean) for k, v in sizes.items()}
-
 @torch.no_grad()
 def rows_of(problem, state, seeds, batch, weighting, evaluate, seconds):
     """A row of the history for every network."""
-    rows = []
+    rows, sums = [], {k: problem.processes.average(v) for k, v in state.sums.items()}
+    check_finite(state.step, sums)
+    c = problem.causality(problem.look(problem.stepped, batch)) if problem.causal else {}
     with problem.eager():
-        c = problem.causality(problem.residuals(problem.params, batch)) if problem.causal else {}
         for s, net in enumerate(problem.nets):
-            means = {k: v[s].item() / state.count for k, v in state.sums.items()}
+            means = {k: v[s].item() / state.count for k, v in sums.items()}
             loss = sum(state.weights[k][s].item() * m for k, m in means.items())
             row = {"step": state.step, "seed": seeds[s], "loss": loss}
             row |= {f"loss_{k}": m for k, m in means.items()}
@@ -944,110 +1001,48 @@ def take_step(problem, state, batch):
         r, q = (problem.processes.average((new - old).square().mean(1)) for new, old in zip(after[k], before[k]))  # [S]
         state.lam[k] = 0.9 * state.lam[k] + 0.1 * (r / q.clamp(min=1e-30)).sqrt().clamp(0.01, 100.0)
 
-def check_losses(problem, state, losses):
-    """Finite, and where a row has just been written not far above its best."""
-    recorded = state.count == 0
-    if recorded or problem.device.type == "cpu":  # elsewhere looking costs a synchronisation
-        if bad := [k for k, v in losses.items() if not v.isfinite().all()]:
-            raise FloatingPointError(f"the loss of {', '.join(bad)} is not finite at step {state.step}; try a smaller "
-                                     "lr, a smaller gamma, or float64")
-    members = len(problem.nets)
-    for i, last in enumerate(state.history[-members:] if recorded else []):
-        best = min(row["loss"] for row in state.history[i::members])
-        if last["loss"] > DIVERGED * best:
-            term = max((k for k in last if k.startswith("loss_")), key=last.get)[5:]
-            raise FloatingPointError(f"the loss has diverged: {last['loss']:.1e} at step {last['step']}, most of it "
+def check_finite(step, losses):
+    if bad := [k for k, v in losses.items() if not v.isfinite().all()]:
+        raise FloatingPointError(f"the loss of {', '.join(bad)} is not finite at step {step}; try a smaller lr, a "
+                                 "smaller gamma, or float64")
+
+def record(state, rows, keep, callback, save, processes):
+    """Append a row per network to the history and keep those that are the best so far; none may be far above it."""
+    if keep is not None and keep not in rows[0]:
+        raise Refused(f"keep: {keep!r} is no column of the history; there are {', '.join(rows[0])}")
+    members, tensors = len(rows), state.params | state.buffers if keep else {}
+    state.history, state.sums, state.count = state.history + rows, {}, 0
+    state.best = state.best or {k: v.clone() for k, v in tensors.items()}
+    if save is not None and processes.number == 0:
+        _kernel("checkpoint", "save").write_rows(Path(save.folder) / "history.csv", state.history)
+    for s, row in enumerate(rows):
+        if callback is not None and processes.number == 0:
+            callback(state.step, row)
+        mine, of = state.history[s::members], lambda v: v[s] if members > 1 else v
+        if keep is not None and row[keep] == min(r[keep] for r in mine):
+            for k, v in tensors.items():
+                of(state.best[k]).copy_(of(v))
+        best = min(r["loss"] for r in mine)
+        if row["loss"] > 1e6 * best:
+            term = max((k for k in row if k.startswith("loss_")), key=row.get)[5:]
+            raise FloatingPointError(f"the loss has diverged: {row['loss']:.1e} at step {row['step']}, most of it "
                                      f"{term}, after {best:.1e}; try a smaller lr or a smaller gamma")
 
 class Clock:
-    """Seconds of training, and a line after 20 of them, then every two minutes: step, last row, time left."""
+    """Seconds of training, and, from the tenth on, a line at every tenth of the run and every two minutes."""
 
     def __init__(self, state, steps):
         self.before, self.first, self.steps = state.seconds, state.step, steps
         self.start = self.saved = self.told = time.perf_counter()
+        self.tenth = 10 * state.step // max(1, steps)
 
     def seconds(self):
         return self.before + time.perf_counter() - self.start
 
     def report(self, state):
-        now = time.perf_counter()
-        if state.step <= self.steps and now - self.told > (20 if self.told == self.start else 120):
-            self.told, row = now, state.history[-1]
+        now, tenth = time.perf_counter(), 10 * state.step // max(1, self.steps)
+        if state.step < self.steps and now - self.start > 10 and (tenth > self.tenth or now - self.told > 120):
+            self.told, self.tenth, row = now, tenth, state.history[-1]
             shown = [f"{k} {row[k]:.3g}" for k in ("loss", "rel_l2", "eps_rank", "damping", "eta") if k in row]
-            left = (now - self.start) / (state.step - self.first) * (self.steps - state.step)
-            print(f"step {state.step} of {self.steps}: {', '.join(shown)}, {left / 60:.0f} min to go", flush=True)
-
-def save_or_stop(state, steps, save, clock, stopping, processes):
-    """Write the checkpoint where one is due; -> whether to stop here. Processes agree, every tenth step."""
-    end = state.step > steps
-    due = save is not None and time.perf_counter() - clock.saved > save.seconds
-    if processes.count > 1:
-        votes = processes.gather((due, stopping)) if state.step % 10 == 0 else [(False, False)]
-        due, stopping = (any(votes) for votes in zip(*votes))
-    due = due or end or stopping or save is not None and save.steps and state.step % save.steps == 0
-    if save is not None and due:
-        state.seconds = clock.seconds()
-        packed = state.pack(processes)
-        if processes.number == 0:
-            save_checkpoint(Path(save.folder) / "checkpoint.pt", packed | {"config": save.config})
-        clock.saved = time.perf_counter()
-    return stopping and not end
-
-# Files: whole at every moment, whatever happens to the process.
-def save_checkpoint(path, state):
-    """Write the checkpoint; the one before stays as checkpoint_previous.pt. At no moment is there none of the name."""
-    buffer = io.BytesIO()  # so that a full disk is an OSError
-    torch.save(state, buffer)
-
-    def write(tmp):
-        tmp.write_bytes(buffer.getvalue())
-        if path.exists():
-            try:
-                atomically(previous(path), lambda link: os.link(path, link))  # a second name, not a move
-            except OSError:  # a file system without hard links: a kill before the next rename leaves the previous one
-                os.replace(path, previous(path))
-
-    atomically(path, write)
-
-def previous(path):
-    return path.with_name(f"{path.stem}_previous{path.suffix}")
-
-def load_checkpoint(save):
-    """The state in checkpoint.pt, or where that cannot be read in the one before."""
-    path = Path(save.folder) / "checkpoint.pt"
-    if not (path.exists() or previous(path).exists()):
-        raise Refused(f"resume: there is no checkpoint {path}; train without resume first")
-    errors = []
-    for file in (path, previous(path)):
-        try:
-            state = torch.load(file, weights_only=True, map_location="cpu")
-            found, config = state["config"] or {}, save.config or {}
-            break
-        except Exception as e:
-            errors.append(f"{file} cannot be read ({type(e).__name__})")
-    else:
-        raise Refused(f"resume: {errors[0]}; train without resume")
-    if differs := [k for k in found | config if found.get(k) != config.get(k)]:
-        raise Refused(f"resume: {file} is of another configuration ({', '.join(differs)} differ); "
-                      "use the same settings, or another folder")
-    if errors:
-        print(f"{errors[0]}; continuing from {file.name}", flush=True)
-    return state
-
-def atomically(path, write):
-    """write(temporary path), then rename: `path` is always whole, the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(tmp)
-        os.replace(tmp, path)
-    except BaseException:
-        tmp.unlink(missing_ok=True)
-        raise
-
-def write_rows(path, rows):
-    text = io.StringIO()
-    out = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    out.writeheader()
-    out.writerows(rows)
-    atomically(path, lambda tmp: tmp.write_text(text.getvalue()))
+            left = (now - self.start) / (state.step - self.first) * (self.steps - state.step) / 60
+            print(f"step {state.step} of {self.steps}: {', '.join(shown)}, {left:.1f} min to go", flush=True)

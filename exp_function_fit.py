@@ -12,11 +12,12 @@ Minutes on 2 CPU cores, --all: preset laptop and paper, which are the same, 2.3;
 """
 import math
 
-import torch
-
-from cli import (COLORS, configurations, curve, fail, figure, figure_folder, folder_of, gamma_of, network, parse_args,
-                 relative_l2, run, save_figure)
+# First: from here on Ctrl-C is answered in one line.
+from cli import (COLORS, answered, configurations, curve, fail, figure, figure_folder, folder_of, gamma_of, network,
+                 parse_args, relative_l2, run, save_figure)
 from common import KINDS, grid, sfli, uniform, volume
+
+import torch
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -62,8 +63,7 @@ def fit(args):
     def evaluate(net):
         return {"rel_l2": relative_l2(net(test)[:, 0], f_test)}
 
-    build = network(args, omega, gamma)
-    _, history = run(args, build, sample, residuals, evaluate, points, volume(omega), gamma)
+    _, history = run(args, network(args, omega, gamma), sample, residuals, evaluate, points, volume(omega))
     return history
 
 
@@ -115,13 +115,14 @@ def plot_basis(args, path):
     save_figure(fig, path)
 
 
+@answered()
 def main(argv=None):
     args = parse_args("function_fit", __doc__, PRESETS, argv, lambda cli: cli.add_argument(
         "--figure", default="fun", choices=["fun", "staircase", "basis"], help="which figure (default fun)"))
     if args.all and args.figure != "fun":
         fail(f"--all belongs to --figure fun; drop it for --figure {args.figure}")
-    if args.figure == "basis" and (args.sfli or args.resume):
-        fail("--figure basis draws all kinds and trains nothing; drop --sfli and --resume")
+    if args.figure == "basis" and (args.sfli or args.resume or args.no_plot):
+        fail("--figure basis draws all kinds and trains nothing; drop --sfli, --resume and --no-plot")
     if args.figure == "basis" and args.gamma == "auto":
         fail("--gamma auto counts ranks for training; give a number for --figure basis")
     args.width = args.width or (20 if args.preset == "smoke" and args.figure != "basis" else WIDTH[args.figure])

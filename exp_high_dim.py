@@ -22,11 +22,13 @@ import argparse
 import math
 import statistics
 
-import torch
-
-from cli import (Together, configurations, fail, folder_of, network, networks, parse_args, plot_dimensions, positive,
-                 relative_l2, reported, run, settings_of, training, world, write_table)
+# First: from here on Ctrl-C is answered in one line.
+from cli import (Together, answered, begin, configurations, fail, figure_folder, held, keep_finished, network, networks,
+                 parse_args, positive, relative_l2, run, run_folder, settings_of, training, world, write_json,
+                 write_table)
 from common import train, uniform
+
+import torch
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -86,6 +88,12 @@ def with_C(args, C):
     return new
 
 
+def fit_with(args, C):
+    new = with_C(args, C)
+    keep_finished(new)
+    return fit(new)
+
+
 def fit(args):
     """Train args.seeds networks; -> their final test errors."""
     omega = box(args.d)
@@ -94,7 +102,7 @@ def fit(args):
     paper = TABLE[args.d][1 if args.sfli else 0] if known else None
     sample = lambda generator: {"x": uniform(omega, args.batch, generator)}
     _, history = run(args, network(args, omega, args.gamma), sample, residuals, error_on(omega, args.device, 1), points,
-                     1.0, args.gamma, paper)
+                     1.0, paper)
     return [row["rel_l2"] for row in history[-args.seeds :]]
 
 
@@ -102,14 +110,16 @@ def search(args, grid):
     """C of the grid with the lowest mean validation error over args.search_seeds seeds, all trained at once; under
     torchrun each process has its share of them."""
     omega, (process, processes) = box(args.d), world()
-    folder = folder_of(args, f"d{args.d}-search")
+    folder = run_folder(argparse.Namespace(**vars(args) | dict(config=f"d{args.d}-search")))
     place = folder / f"process{process}" if processes > 1 else folder
     seeds = list(range(args.seed, args.seed + args.search_seeds))
     mine, nets = [(C, seed) for C in grid for seed in seeds][process::processes], []
     for C, seed in mine:
         nets += networks(network(with_C(args, C), omega), [seed], args.device)
-    with reported(folder, plot=False) as stop:
-        flags = training(args, place, settings_of(args, "config") | {"processes": processes}, args.search_steps)
+    with held(folder) as stop:
+        settings = settings_of(args, "config") | {"processes": processes}
+        flags = training(args, place, settings, args.search_steps)
+        begin(place, settings, flags["save"].resume)
         history = train(nets, lambda g: {"x": uniform(omega, args.batch, g)}, residuals, args.search_steps,
                         evaluate=error_on(omega, args.device, 2), seeds=[seed for _, seed in mine], stop=stop, **flags)
     n, errors = len(mine), {C: [] for C in grid}
@@ -119,6 +129,8 @@ def search(args, grid):
         errors[C].append(error)
     means = {C: sum(e) / len(e) for C, e in errors.items()}
     best = min(means, key=means.get)
+    if process == 0:
+        write_json(folder / "result.json", {"C": grid, "rel_l2": list(means.values()), "seeds": seeds, "best": best})
     print(f"d = {args.d}, validation error in the last tenth of {args.search_steps} steps, "
           f"mean over {len(seeds)} seeds: " + ", ".join(f"C={C:g} {e:.2e}" for C, e in means.items())
           + f"; taken C* = {best:g}", flush=True)
@@ -133,12 +145,15 @@ def flags(cli):
     cli.add_argument("--constant", action="store_true", help="constant learning rate")
 
 
+@answered()
 def main(argv=None):
     args = parse_args("high_dim", __doc__, PRESETS, argv, flags)
     if args.gamma == "auto":
         fail("--gamma auto looks at Gaussians in few dimensions; use --C or --C-grid here")
     if not (args.sfli or args.all) and args.C_grid:
         fail("--C-grid shapes the first layer of SFLI; add --sfli or --all")
+    if not (args.C_grid or args.all) and {"--search-seeds", "--search-steps"} & {a.split("=")[0] for a in args.argv}:
+        fail("--search-seeds and --search-steps belong to the search of C; add --C-grid or --all")
     if args.C_grid and (args.gamma or args.C):
         fail("--C-grid searches C; drop --gamma and --C")
     if args.all and (args.gamma or args.C):
@@ -158,18 +173,16 @@ def main(argv=None):
                           [dict(d=d) for d in args.dims])
     if not args.all:
         for a in runs:
-            fit(with_C(a, search(a, grid)) if grid else a)
+            fit_with(a, search(a, grid)) if grid else fit(a)
         return
     rows = []
     for base, one in zip(runs[::2], runs[1::2]):
         errors, best = [fit(base), fit(one)], search(one, grid)
-        errors.append(errors[1] if best == 1 else fit(with_C(one, best)))
+        errors.append(errors[1] if best == 1 else fit_with(one, best))
         paper = TABLE.get(one.d, [None] * 4)
         rows.append({"d": one.d, "Baseline": (errors[0], paper[0]), "SFLI, C = 1": (errors[1], paper[1]), "C*": best,
                      "C* of the paper": paper[2], "SFLI, C = C*": (errors[2], paper[3])})
-    write_table(folder_of(args), rows)
-    if not args.no_plot:
-        plot_dimensions(rows, folder_of(args, "fig_high_dim.png"))
+    write_table(figure_folder(args, runs), rows)
 
 
 if __name__ == "__main__":

@@ -14,11 +14,12 @@ seeds, two at d = 50: 1.12e-2, 1.17e-2, 1.9e-2, 6.8e-2; baseline 3.1e-2, 7.8e-2,
 Minutes on one CPU core with other work on it, preset laptop and paper, which are the same: 41 to 48 for d = 5, about 55
 for d = 10, 90 to 127 for d = 20, and 86 to 111 for d = 50 with two seeds; smoke seconds.
 """
-import torch
-
-from cli import (configurations, fail, folder_of, network, parse_args, plot_dimensions, positive, relative_l2, run,
+# First: from here on Ctrl-C is answered in one line.
+from cli import (answered, configurations, fail, figure_folder, network, parse_args, positive, relative_l2, run,
                  write_table)
 from common import jet, uniform
+
+import torch
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -81,10 +82,11 @@ def fit(args):
     u = exact(test)
     paper = TABLE[d][1 if args.sfli else 0] if d in TABLE and not (args.gamma or args.C) else None
     _, history = run(args, network(args, box(d), args.gamma), lambda g: draw(g, d, args.batch), residuals,
-                     lambda net: {"rel_l2": relative_l2(net(test)[:, 0], u)}, points, 1.0, args.gamma, paper)
+                     lambda net: {"rel_l2": relative_l2(net(test)[:, 0], u)}, points, 1.0, paper)
     return [row["rel_l2"] for row in history[-args.seeds :]]
 
 
+@answered()
 def main(argv=None):
     args = parse_args("parabolic", __doc__, PRESETS, argv, lambda cli: cli.add_argument(
         "--dims", type=positive(int), nargs="+", default=list(DIMS), metavar="D", help="dimensions d"))
@@ -92,14 +94,13 @@ def main(argv=None):
         fail("--gamma auto looks at Gaussians in few dimensions; use --C here")
     if args.all and (args.gamma or args.C):
         fail("--all has C = 1; drop --gamma and --C, or use --sfli")
-    runs = configurations(args, [dict(sfli=kind) for kind in (None, "gauss")], name, [dict(d=d) for d in args.dims])
+    runs = configurations(args, [dict(sfli=kind) for kind in (None, "gauss")], name, [dict(d=d) for d in args.dims],
+                          second_order=True)
     errors = {(a.d, a.sfli): fit(a) for a in runs}
     if args.all:
         rows = [{"d": d, "Baseline": (errors[d, None], TABLE.get(d, (None, None))[0]),
                  "SFLI, C = 1": (errors[d, "gauss"], TABLE.get(d, (None, None))[1])} for d in args.dims]
-        write_table(folder_of(args), rows)
-        if not args.no_plot:
-            plot_dimensions(rows, folder_of(args, "fig_parabolic.png"))
+        write_table(figure_folder(args, runs), rows)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ Minutes on 2 CPU cores, --all: preset laptop and paper, which are the same, 2; s
 """
 import math
 
-import torch
-
-from cli import (COLORS, configurations, curve, figure, figure_folder, gamma_of, network, parse_args, relative_l2, run,
-                 save_figure)
+# First: from here on Ctrl-C is answered in one line.
+from cli import (COLORS, answered, configurations, curve, figure, figure_folder, gamma_of, network, parse_args,
+                 relative_l2, run, save_figure)
 from common import KINDS, grid, uniform, volume
+
+import torch
 
 # Parameters --------------------------------------------------------------------------------------
 
@@ -70,8 +71,7 @@ def fit(args):
         low, high = e[: DELTA + 1].sum().item(), e[DELTA + 1 :].sum().item()
         return {"rel_l2": relative_l2(y, f_test), "e_low": low, "e_high": high}
 
-    build = network(args, OMEGA, gamma)
-    _, history = run(args, build, sample, residuals, evaluate, points, volume(OMEGA), gamma)
+    _, history = run(args, network(args, OMEGA, gamma), sample, residuals, evaluate, points, volume(OMEGA))
     return history
 
 
@@ -108,6 +108,7 @@ def plot(histories, width, path):
     save_figure(fig, path)
 
 
+@answered()
 def main(argv=None):
     args = parse_args("spectral_bias", __doc__, PRESETS, argv)
     runs = configurations(args, [dict(sfli=kind) for kind in (None, *KINDS)], name)

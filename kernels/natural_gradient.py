@@ -284,8 +284,8 @@ def number_rows(rows, number, d, params):
 
 
 def linear_rows(rows, W, b, used, at_b, params):
-    """a W^T + b: outer products of gradient and input, used = [(gradient, input)] [B, n], summed over the channels. Where
-    W and b are made of parameters (factorized weights, a Gaussian layer) the chain rule leads on to them."""
+    """a W^T + b: outer products of gradient and input, summed over the channels, used = [(gradient, input)] [B, n].
+    Where W and b are made of parameters (factorized weights, a Gaussian layer) the chain rule leads on to them."""
     at_b = torch.zeros_like(used[0][0]) if at_b is None else at_b
     made = {}  # what is no parameter itself: gradients [B, *shape]
     if W.requires_grad:

@@ -128,17 +128,17 @@ def test_sigkill_and_resume(flags, kept, tmp_path):
     start = lambda out, *more: subprocess.Popen([sys.executable, "exp_allen_cahn.py", *arguments, str(out), *more],
                                                 cwd=ROOT, stdout=subprocess.DEVNULL)  # fmt: skip
     whole, process = (start(tmp_path / run) for run in ("whole", "killed"))  # side by side
-    path = tmp_path / "killed/allen_cahn/at-sfli-gauss/history.csv"
+    path = tmp_path / "killed/allen_cahn/at-sfli-gauss/seed0/history.csv"
     until = time.monotonic() + 200
     while not (path.exists() and path.read_text().count("\n") > 20):
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    killed = tmp_path / "killed/allen_cahn/at-sfli-gauss/checkpoint.pt"
+    killed = tmp_path / "killed/allen_cahn/at-sfli-gauss/seed0/checkpoint.pt"
     assert 10 < torch.load(killed, weights_only=True)["step"] < steps
     assert start(tmp_path / "killed", "--resume").wait(300) == 0 and whole.wait(300) == 0
-    a, b = (torch.load(tmp_path / f"{run}/allen_cahn/at-sfli-gauss/checkpoint.pt", weights_only=True)
+    a, b = (torch.load(tmp_path / f"{run}/allen_cahn/at-sfli-gauss/seed0/checkpoint.pt", weights_only=True)
             for run in ("whole", "killed"))  # fmt: skip
     assert all(torch.equal(a["params"][k], b["params"][k]) for k in a["params"])
     strip = lambda rows: [{k: v for k, v in row.items() if k != "seconds"} for row in rows]

@@ -22,8 +22,8 @@ import exp_spectral_bias
 from kernels import cpu
 
 SCRIPTS = [exp_allen_cahn, exp_function_fit, exp_high_dim, exp_ldc, exp_ns_torus, exp_parabolic, exp_spectral_bias]
-SHARED = """--sfli --all --preset --steps --batch --width --lr --optimizer --damping --momentum --seed --seeds --gamma
-    --C --eps --device --dtype --compile --out --resume --save-seconds --save-steps --no-plot""".split()
+SHARED = """--sfli --all --preset --steps --batch --width --first --lr --optimizer --damping --momentum --seed --seeds --gamma
+    --C --eps --device --dtype --compile --out --resume --overwrite --save-seconds --save-steps --no-plot""".split()
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -77,7 +77,10 @@ BAD = [
     ("--optimizer ng --compile on", "--compile"),
     ("--damping 1e-6", "--optimizer ng"),
     ("--momentum 0.5 --optimizer soap", "--optimizer ng"),
-    ("--sfli --width 1 --C 1", "gamma"),
+    ("--sfli --width 1 --C 1", "--width"),
+    ("--width 1000000", "--width"),
+    ("--first 0", "--first"),
+    ("--batch 1000000000000", "--batch"),
 ]
 
 
@@ -130,6 +133,84 @@ def test_compile_auto(compiler, steps, want, monkeypatch):
 def test_auto_preset_says_so(tmp_path, capsys):
     exp_function_fit.main(["--steps", "2", "--no-plot", "--device", "cpu", "--out", str(tmp_path)])
     assert capsys.readouterr().out.startswith("preset laptop (device cpu")
+
+
+def refused(capsys, main, line):
+    """The one line that `line` ends with, status 2."""
+    with pytest.raises(SystemExit) as e:
+        main(line.split())
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and err.count("\n") == 1, err
+    return err
+
+
+def test_means_that_are_missing(tmp_path, capsys, monkeypatch):
+    """A compiler, matplotlib, scipy, memory for so many inputs: one line before anything is computed or written."""
+    out = f"--preset smoke --out {tmp_path / 'out'}"
+    assert "--width" in refused(capsys, exp_high_dim.main, f"--sfli --dims 1000000 {out}")
+    assert "--width" in refused(capsys, exp_parabolic.main, f"--sfli --dims 1000000 {out}")
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu.shutil, "which", lambda name: None)
+        assert "--compile" in refused(capsys, exp_spectral_bias.main, f"--compile on {out}")
+    with monkeypatch.context() as patch:
+        patch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+        assert "--no-plot" in refused(capsys, exp_spectral_bias.main, out)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.linalg", None)
+    assert "scipy" in refused(capsys, exp_ldc.main, f"--no-plot {out}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_that_runs_out(capsys, monkeypatch):
+    """The allocator's own words become one line; other errors of PyTorch keep their traceback."""
+    for error, status in ((MemoryError(), 2), (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2)):
+        with pytest.raises(SystemExit) as e, cli.answered():
+            raise error
+        assert e.value.code == status and "memory" in capsys.readouterr().err
+    with pytest.raises(RuntimeError), cli.answered():
+        raise RuntimeError("size mismatch")
+
+
+@pytest.mark.parametrize("bug", [ValueError("a bug"), OSError("a bug"), KeyError("a bug")])
+def test_bugs_keep_their_traceback(bug, tmp_path, monkeypatch):
+    def broken(*args):
+        raise bug
+
+    monkeypatch.setattr(exp_spectral_bias, "f", broken)
+    with pytest.raises(type(bug)):
+        exp_spectral_bias.main(["--preset", "smoke", "--no-plot", "--out", str(tmp_path)])
+
+
+def test_flags_that_would_do_nothing(tmp_path, capsys):
+    out = f"--preset smoke --out {tmp_path / 'out'}"
+    assert "--no-plot" in refused(capsys, exp_function_fit.main, f"--figure basis --no-plot {out}")
+    assert "--C-grid" in refused(capsys, exp_high_dim.main, f"--sfli --search-seeds 2 {out}")
+    assert "--C-grid" in refused(capsys, exp_high_dim.main, f"--sfli --search-steps=2 {out}")
+    for script in (exp_allen_cahn, exp_ldc, exp_ns_torus, exp_parabolic):
+        assert "second derivative" in refused(capsys, script.main, f"--sfli hat {out}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_home_in_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    exp_spectral_bias.main(["--preset", "smoke", "--no-plot", "--out=~/z"])
+    assert (tmp_path / "z/spectral_bias/baseline/seed0/result.json").exists() and not (tmp_path / "~").exists()
+
+
+def test_no_nan_in_json(tmp_path):
+    with pytest.raises(ValueError):
+        cli.write_json(tmp_path / "a.json", {"rel_l2": float("nan")})
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_that_is_not_finite(tmp_path, capsys, monkeypatch):
+    """Training is fine, its measure is not: status 1, no result.json."""
+    monkeypatch.setattr(exp_spectral_bias, "relative_l2", lambda y, f: float("nan"))
+    with pytest.raises(SystemExit) as e:
+        exp_spectral_bias.main(["--preset", "smoke", "--no-plot", "--out", str(tmp_path)])
+    assert e.value.code == 1 and "not finite" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("result.json"))
 
 
 INTEGERS = ["--steps", "--batch", "--width", "--seeds", "--save-steps"]
@@ -201,3 +282,18 @@ def test_fuzz(script, tmp_path, monkeypatch):
             err.getvalue(),
         )
         assert not list(tmp_path.iterdir()), line
+
+
+def test_each_process_has_its_own_gpu(monkeypatch):
+    """Under torchrun the current device is the process's own before NCCL starts: it talks through that one."""
+    from kernels import process
+
+    seen = []
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(device))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: seen.append(backend))
+    monkeypatch.setattr(process.atexit, "register", lambda f: None)
+    assert process.choose_device("auto") == "cuda:2" and seen == ["cuda:2", "nccl"]

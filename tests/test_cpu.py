@@ -28,7 +28,7 @@ def test_steps_fetch_no_memory():
     )
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True,
                          timeout=120)  # fmt: skip
-    assert int(out.stdout.split()[-1]) < 1000  # far from both; train() itself prints a line on a busy machine
+    assert int(out.stdout.split()[-1]) < 1000  # far from both; progress may be told above
 
 
 @needs_compiler

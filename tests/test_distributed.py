@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("side_by_side")
 DRIVER = """
 import sys, torch
 sys.path.insert(0, {root!r})
-from cli import Together, world
+from kernels.process import Together, leave, world
 from common import MLP, Save, jet, train, uniform
 torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
@@ -36,13 +36,13 @@ train(net, sample, residuals, 60, weighting={weighting!r}, causal=dict(terms=["r
       pseudo_time=True, save=Save(sys.argv[1]), **(dict(processes=Together()) if ranks > 1 else {{}}),
       evaluate=lambda net: {{"norm": sum(p.norm().item() for p in net.parameters())}})
 if ranks > 1:
-    torch.distributed.destroy_process_group()
+    leave()
 """
 
 RESUME = """
 import contextlib, sys, torch
 sys.path.insert(0, {root!r})
-from cli import Together, world
+from kernels.process import Together, leave, world
 from common import MLP, Save, Schedule, Stopped, jet, train, uniform
 torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo")
@@ -68,7 +68,7 @@ else:
     run(folder + "/whole")
     with contextlib.suppress(Stopped):  # rank 1 is asked to stop after step 23, both do with the next tenth
         run(folder + "/cut", stop=lambda: asked.append(1) or rank == 1 and len(asked) > 23)
-torch.distributed.destroy_process_group()
+leave()
 """
 
 
@@ -135,7 +135,7 @@ def test_torchrun(script, config, tmp_path):
     done = torchrun(*argv)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(f"RESULT {script} {config} ") == 1
-    folder = tmp_path / script / config
+    folder = tmp_path / script / config / "seed0"
     assert not list(folder.glob("process*")) and (folder / "result.json").exists()
     if script == "allen_cahn":
         before = (folder / "history.csv").read_text()
@@ -151,7 +151,7 @@ def test_seeds_are_split(tmp_path):
     done = torchrun(*argv, "--out", tmp_path / "two")
     assert done.returncode == 0 and done.stdout.count("RESULT") == 1, done.stderr
     subprocess.run([sys.executable, *argv, "--out", tmp_path / "one"], cwd=ROOT, check=True, capture_output=True)
-    one, two = (rows(tmp_path / k / "parabolic/d5-sfli-gauss") for k in ("one", "two"))
+    one, two = (rows(tmp_path / k / "parabolic/d5-sfli-gauss/seeds0-2") for k in ("one", "two"))
     assert [r["seed"] for r in two] == [r["seed"] for r in one]
     assert [r["rel_l2"] for r in two] == pytest.approx([r["rel_l2"] for r in one], rel=1e-9)
 
@@ -166,12 +166,13 @@ def test_the_search_for_C_is_split(tmp_path):
     assert two.returncode == 0 == one.returncode, two.stderr + one.stderr
     told = lambda done: [line for line in done.stdout.splitlines() if "taken C*" in line]
     assert told(one) == told(two) and len(told(one)) == 1
-    assert len(list((tmp_path / "two/high_dim/d5-search").glob("process*/checkpoint.pt"))) == 2
-    assert (tmp_path / "one/high_dim/table.md").read_text() == (tmp_path / "two/high_dim/table.md").read_text()
+    assert len(list((tmp_path / "two/high_dim/d5-search/seeds0-1").glob("process*/checkpoint.pt"))) == 2
+    table = "high_dim/all/seeds0-1/table.md"
+    assert (tmp_path / "one" / table).read_text() == (tmp_path / "two" / table).read_text()
 
 
 def test_refusals_under_torchrun(tmp_path):
-    for argv, message in [(["exp_allen_cahn.py", "--optimizer", "ng"], "--optimizer ng runs in one process"),
+    for argv, message in [(["exp_allen_cahn.py", "--optimizer", "ng"], "--seeds, --optimizer: several processes"),
                           (["exp_high_dim.py", "--all", "--C-grid", "1", "--search-seeds", "1"], "--C-grid: 1 x 1"),
                           (["exp_parabolic.py"], "--seeds: 2 seeds do not occupy 3 processes")]:  # fmt: skip
         processes = 3 if "3 processes" in message else 2

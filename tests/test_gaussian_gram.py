@@ -12,7 +12,7 @@ from torch import nn
 
 from conftest import ROOT
 
-from common import FirstLayer, grid, gram_spectrum, sfli
+from common import FirstLayer, eps_rank, gram_spectrum, grid, sfli
 from kernels import gaussian_gram as module
 from kernels.gaussian_gram import LAUNCH, gaussian_gram, reference
 
@@ -232,6 +232,48 @@ def test_refusals(change, error, message):
         gaussian_gram(arguments.pop("x"), arguments.pop("w"), arguments.pop("b"), **arguments)
 
 
+def test_a_kernel_that_fails(capsys, monkeypatch):
+    """auto on CUDA: one line, and plain products take its place; "triton" lets the error through."""
+    x, w, b = points(50, 2), torch.ones(5, 2), torch.zeros(5, 2)
+
+    def broken(*arguments, **options):
+        raise RuntimeError("no such driver")
+
+    M = module.or_else(broken, module.cpu_gram)(x, w[None], b[None])[0]
+    assert "the Triton kernel fails" in capsys.readouterr().out
+    assert torch.allclose(M.triu(), module.reference(x, w, b).triu())
+
+
+def test_kernels_start_on_the_device_of_their_tensors(monkeypatch):
+    """Triton launches on the current device: for tensors on another one the guard comes first, then the launch."""
+    seen, now = [], [0]
+
+    class Elsewhere:  # a tensor of cuda:1, as far as triton_gram looks at it before it launches
+        is_cuda, device, shape = True, torch.device("cuda:1"), (9, 2)
+
+        def contiguous(self):
+            seen.append(now[0])
+            raise InterruptedError
+
+    class Guard:
+        def __init__(self, device):
+            self.index = device.index
+
+        def __enter__(self):
+            now[0] = self.index
+
+        def __exit__(self, *error):
+            now[0] = 0
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    x = Elsewhere()
+    w = torch.ones(1, 5, 2)
+    with pytest.raises(InterruptedError):
+        module.triton_gram(x, w, w)
+    assert seen == [1]
+
+
 # Use ----------------------------------------------------------------------------------------------
 
 
@@ -258,8 +300,8 @@ def test_gamma_auto(tmp_path, capsys, monkeypatch):
     (chosen,) = [row for row in rows if row[6]]
     ranks = [int(row[3]) for row in rows]  # at eps = 1e-6
     assert int(chosen[3]) >= 45 and all(r < 45 for r, row in zip(ranks, rows) if float(row[0]) < float(chosen[0]))
-    folder = tmp_path / "function_fit/sfli-gauss"
-    gamma = json.loads((folder / "config.json").read_text())["gamma"]
+    folder = tmp_path / "function_fit/sfli-gauss/seed3"
+    gamma = json.loads((folder / "config.json").read_text())["network"]["gamma"]
     assert gamma == pytest.approx(float(chosen[1]), rel=1e-3)
     assert json.loads((folder / "result.json").read_text())["gamma"] == gamma
     parameters = torch.load(folder / "checkpoint.pt", weights_only=True)["params"]
@@ -276,6 +318,16 @@ def test_gamma_auto_refusals(flags, tmp_path, capsys):
         exp_function_fit.main([*flags.split(), "--preset", "smoke", "--out", str(tmp_path / "out")])
     err = capsys.readouterr().err
     assert e.value.code == 2 and "--gamma" in err and err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def test_rank_of_a_layer_at_many_points(monkeypatch):
+    """From 10^5 points on the features of a Gaussian layer are not stored: the rank of the kernel's Gram matrix."""
+    first = sfli(nn.Linear(2, 30), [(-1, 1)] * 2, C=0.6, generator=torch.Generator().manual_seed(0))
+    x, calls = points(100_001, 2), []
+    monkeypatch.setattr(module, "gaussian_gram", lambda *a: calls.append(len(a[0])) or gaussian_gram(*a))
+    rank = eps_rank(first, x, measure=4.0)
+    assert calls == [100_001] and rank == eps_rank(first(x), measure=4.0) < 30
+    assert abs(eps_rank(first, x[:20_000], measure=4.0) - rank) <= 1 and len(calls) == 1
 
 
 def test_kernel_accepts_a_layer_on_its_own():

@@ -222,7 +222,7 @@ def test_resume_through_the_curriculum(at, tmp_path, monkeypatch):
         exp_ldc.main([*line, str(tmp_path / "b")])
     monkeypatch.setattr(exp_ldc, "draw", plain)
     exp_ldc.main([*line, str(tmp_path / "b"), "--resume"])
-    rows = [list(csv.DictReader((tmp_path / k / "ldc/re1000-sfli-gauss/history.csv").open())) for k in "ab"]
+    rows = [list(csv.DictReader((tmp_path / k / "ldc/re1000-sfli-gauss/seed0/history.csv").open())) for k in "ab"]
     for a, b in zip(*rows, strict=True):
         a.pop("seconds"), b.pop("seconds")
         assert a == b
@@ -234,8 +234,8 @@ def test_script(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "smoothed against sharp lid" in out and "RESULT ldc re100-baseline" in out and "re100-sfli-gauss" in out
     folder = tmp_path / "ldc"
-    assert (folder / "fig_ldc_error.png").exists() and (folder / "re100-sfli-gauss/fig_ldc.png").exists()
-    last = list(csv.DictReader((folder / "re100-sfli-gauss/history.csv").open()))[-1]
+    assert (folder / "all/seed0/fig_ldc_error.png").exists() and (folder / "re100-sfli-gauss/seed0/fig_ldc.png").exists()
+    last = list(csv.DictReader((folder / "re100-sfli-gauss/seed0/history.csv").open()))[-1]
     assert {"rel_l2", "rel_l2_smooth", "rel_l2_u", "rel_l2_v_smooth", "lam_ru", "weight_u_bc", "eps_rank_U"} <= set(
         last
     )
@@ -248,8 +248,8 @@ def test_script(tmp_path, capsys):
     errors = []
     for end in ("npz", "mat"):
         exp_ldc.main(f"--preset smoke --no-plot --ref {tmp_path}/mine.{end} --out {tmp_path}/{end}".split())
-        errors.append(json.loads((tmp_path / end / "ldc/re100-baseline/result.json").read_text())["rel_l2"])
-    before = json.loads((folder / "re100-baseline/result.json").read_text())["rel_l2"]
+        errors.append(json.loads((tmp_path / end / "ldc/re100-baseline/seed0/result.json").read_text())["rel_l2"])
+    before = json.loads((folder / "re100-baseline/seed0/result.json").read_text())["rel_l2"]
     assert errors[0] == errors[1] != before
 
 
@@ -264,6 +264,7 @@ def test_script(tmp_path, capsys):
         ("--ref nowhere.npz", "--ref: cannot read nowhere.npz"),
         ("--ref README.md", "--ref: cannot read"),
         ("--resume", "--resume"),
+        ("--steepness 1e-5", "--steepness"),
     ],
 )
 def test_bad_input(line, message, tmp_path, capsys):
@@ -276,8 +277,11 @@ def test_bad_input(line, message, tmp_path, capsys):
 def test_bad_reference_files(tmp_path, capsys):
     z = np.linspace(0, 1, 5)
     field = np.ones((5, 5))
-    for arrays, message in [({"u": field}, "has no 'v'"), ({"u": field[1:], "v": field}, "must be [x, y]")]:
-        arrays |= {"x": z, "y": z}
+    whole, hole = {"u": field, "v": field}, np.where(np.eye(5), np.nan, 1)
+    for arrays, message in [({"u": field}, "has no 'v'"), ({"u": field[1:], "v": field}, "must be [x, y]"),
+                            ({"u": hole, "v": field}, "not finite"), ({"u": 0 * field, "v": 0 * field}, "no flow"),
+                            (whole | {"x": 2 * z}, "x from 0 to 2"), (whole | {"y": z / 2}, "y from 0 to 0.5")]:  # fmt: skip
+        arrays = {"x": z, "y": z} | arrays
         np.savez(tmp_path / "bad.npz", **arrays)
         with pytest.raises(SystemExit):
             exp_ldc.main(["--ref", str(tmp_path / "bad.npz"), "--preset", "smoke", "--out", str(tmp_path / "o")])

@@ -157,12 +157,12 @@ def test_script_all(tmp_path, capsys):
     exp_ns_torus.main(["--preset", "smoke", "--all", "--out", str(tmp_path)])
     out, folder = capsys.readouterr().out, tmp_path / "ns_torus"
     assert "RESULT ns_torus baseline rel_l2" in out and "RESULT ns_torus sfli-gauss rel_l2" in out
-    assert (folder / "fig_ns_torus.png").exists()
-    rows = list(csv.DictReader((folder / "sfli-gauss/errors.csv").open()))
+    assert (folder / "all/seed0/fig_ns_torus.png").exists()
+    rows = list(csv.DictReader((folder / "sfli-gauss/seed0/errors.csv").open()))
     assert [float(r["t"]) for r in rows] == [0, 1.25, 2.5, 3.75, 5, 6.25, 7.5, 8.75, 10]
-    result = json.loads((folder / "sfli-gauss/result.json").read_text())
+    result = json.loads((folder / "sfli-gauss/seed0/result.json").read_text())
     assert result["rel_l2"] == float(rows[-1]["rel_l2"]) and result["paper"] == 8.99e-2 and len(result["eps_rank"]) == 2
-    window = list(csv.DictReader((folder / "sfli-gauss/window2/history.csv").open()))[-1]
+    window = list(csv.DictReader((folder / "sfli-gauss/seed0/window2/history.csv").open()))[-1]
     assert float(window["rel_l2"]) == float(rows[-1]["rel_l2"]) and {"causal_last", "weight_u_ic"} <= set(window)
 
 
@@ -220,7 +220,9 @@ def test_bad_input(line, message, tmp_path, capsys):
 def test_bad_initial_files(tmp_path, capsys):
     for arrays, message in [({"z": np.ones((80, 80))}, "has no array w"), ({"w": np.ones((80, 70))}, "square grid"),
                             ({"w": np.ones((2 * M, 2 * M))}, "more than 64"),
-                            ({"w": np.full((80, 80), np.nan)}, "finite")]:  # fmt: skip
+                            ({"w": np.full((80, 80), np.nan)}, "finite"),
+                            ({"w": 1e6 * np.sin(np.arange(80) * np.pi / 40) * np.ones((80, 1))}, "speeds up to 1.0e+06"),
+                            ({"w": np.ones((80, 80))}, "speeds up to"), ({"w": np.ones((80, 80), complex)}, "complex")]:  # fmt: skip
         np.savez(tmp_path / "bad.npz", **arrays)
         with pytest.raises(SystemExit):
             exp_ns_torus.main(["--ic", str(tmp_path / "bad.npz"), "--preset", "smoke", "--out", str(tmp_path / "o")])
@@ -235,16 +237,67 @@ def test_paper_preset_is_the_table(tmp_path):
     assert exp_ns_torus.GAMMA["gauss"] == math.sqrt(1.5) and exp_ns_torus.CHUNKS == 32
 
 
+@pytest.mark.parametrize("formulation, second", [("uv", "rc"), ("psi", "rp")])
+def test_windows_as_in_jaxpi(formulation, second, tmp_path, monkeypatch):
+    """Time runs from 0 to 1 over every window, and both residuals share the smaller causal weight."""
+
+    def run(args, recipe, sample, residuals, evaluate, points, measure, **options):
+        assert recipe["omega"][0] == (0.0, 1.0) and options["causal"]["terms"] == ["rw", second]
+        t = sample(torch.Generator())["x"][:, 0]
+        assert 0 < t.min() and 0.7 < t.max() < 1
+        raise InterruptedError
+
+    monkeypatch.setattr(exp_ns_torus, "run", run)
+    with pytest.raises(InterruptedError):
+        exp_ns_torus.main([*SMOKE, "--formulation", formulation, "--no-plot", "--out", str(tmp_path)])
+
+
+def test_warm_start_and_a_wide_first_layer(tmp_path):
+    """With --warm the second window starts where the first one ended, without it from its own draw; --first widens the
+    first layer alone, and gamma of --C follows from that width."""
+    line = "--sfli --C 1 --first 24 --layers 2 --arch mlp --formulation psi --hard-ic --preset smoke --no-plot --lr 1e-30"
+    first = {}
+    for flag in ("--warm", "--no-warm"):
+        exp_ns_torus.main([*line.split(), flag, "--seed", "5", "--out", str(tmp_path / flag)])
+        folder = tmp_path / flag / "ns_torus/sfli-gauss/seed5"
+        first[flag] = [torch.load(folder / f"window{k}/checkpoint.pt")["params"] for k in (1, 2)]
+    one, two = first["--warm"]
+    assert all(torch.allclose(one[k], two[k], atol=1e-20) for k in one)  # at this rate nothing moves
+    assert one["first.weight"].shape == (24, 5) and one["blocks.0.0.weight"].shape == (8, 24)
+    gamma = (24 ** (1 / 3) - 1) / (4 * math.pi**2) ** (1 / 3)
+    assert torch.allclose(one["first.weight"], torch.tensor(gamma))
+    assert torch.equal(one["out.weight"], first["--no-warm"][0]["out.weight"])
+
+
+def test_warm_starts_follow_the_last_window(tmp_path, monkeypatch):
+    """What the second window starts from is the trained network of the first, also after --resume."""
+    starts = []
+    plain = exp_ns_torus.run
+
+    def run(*args, start=None, **options):
+        starts.append(None if start is None else [p.clone() for p in start.parameters()])
+        return plain(*args, start=start, **options)
+
+    monkeypatch.setattr(exp_ns_torus, "run", run)
+    line = "--sfli --arch mlp --formulation psi --hard-ic --warm --preset smoke --no-plot --out".split()
+    exp_ns_torus.main([*line, str(tmp_path)])
+    exp_ns_torus.main([*line, str(tmp_path), "--resume"])
+    end = torch.load(tmp_path / "ns_torus/sfli-gauss/seed0/window1/checkpoint.pt")["params"].values()
+    assert starts[0] is None and starts[2] is None
+    for start in (starts[1], starts[3]):
+        assert all(torch.equal(a, b) for a, b in zip(start, end, strict=True))
+
+
 def test_steps_fade_over_the_windows(tmp_path):
     """--steps on average, a factor e less after --fade; the schedule of each window stretches with its own steps."""
     line = "--windows 4 --steps 8 --fade 2.5 --preset smoke --no-plot --formulation psi --hard-ic".split()
     exp_ns_torus.main([*line, "--out", str(tmp_path)])
-    configs = [json.loads((tmp_path / f"ns_torus/baseline/window{k}/config.json").read_text()) for k in range(1, 5)]
+    configs = [json.loads((tmp_path / f"ns_torus/baseline/seed0/window{k}/config.json").read_text()) for k in range(1, 5)]
     steps = [c["steps"] for c in configs]
     share = [math.exp(-k) for k in range(4)]
     assert steps == [round(32 * s / sum(share)) for s in share] and abs(sum(steps) - 32) <= 2
     every = exp_ns_torus.PRESETS["smoke"]
     assert all(c["decay_every"] == pytest.approx(every["decay_every"] * c["steps"] / every["steps"]) for c in configs)
-    rows = (tmp_path / "ns_torus/baseline/window1/history.csv").read_text().splitlines()
+    rows = (tmp_path / "ns_torus/baseline/seed0/window1/history.csv").read_text().splitlines()
     assert rows[-1].split(",")[0] == str(steps[0])
     exp_ns_torus.main([*line, "--out", str(tmp_path), "--resume"])

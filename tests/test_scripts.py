@@ -18,6 +18,8 @@ from conftest import ROOT
 
 import exp_function_fit
 import exp_spectral_bias
+from cli import cached, load, relative_l2
+from common import grid
 
 KINDS = ["baseline", "sfli-gauss", "sfli-tanh", "sfli-cos", "sfli-hat"]
 CONFIGS = {
@@ -46,7 +48,7 @@ def test_all_from_another_folder(experiment, tmp_path):
     pattern = rf"RESULT {experiment} (\S+) rel_l2=[\d.e+-]+ eps_rank=[\d.]+→[\d.]+/\d+ seconds=[\d.]+"
     assert [re.fullmatch(pattern, line).group(1) for line in results] == CONFIGS[experiment]
     for config in CONFIGS[experiment]:
-        folder = tmp_path / "runs" / experiment / config
+        folder = tmp_path / "runs" / experiment / config / "seed0"
         files = ["checkpoint.pt", "config.json", "history.csv", "result.json"]
         own = {"allen_cahn": ["fig_ac.png"], "ldc": ["fig_ldc.png"]}.get(experiment, [])
         assert sorted(p.name for p in folder.iterdir()) == sorted(files + own)
@@ -61,16 +63,16 @@ def test_all_from_another_folder(experiment, tmp_path):
             float(rows[-1]["rel_l2"]) == result["rel_l2"][0]
             and int(rows[0]["eps_rank"]) == result["eps_rank_initial"][0]
         )
-    assert png(next((tmp_path / "runs" / experiment).glob("fig_*.png")))
+    assert png(next((tmp_path / "runs" / experiment / "all/seed0").glob("fig_*.png")))
 
 
 def test_figures_of_function_fit(tmp_path, capsys):
     exp_function_fit.main(["--figure", "staircase", "--preset", "smoke", "--out", str(tmp_path)])
     exp_function_fit.main(["--figure", "basis", "--preset", "smoke", "--out", str(tmp_path)])
     exp_function_fit.main(["--sfli", "hat", "--preset", "smoke", "--out", str(tmp_path)])
-    assert png(tmp_path / "function_fit/staircase-baseline/fig_staircase.png")
-    assert png(tmp_path / "function_fit/fig_basis.png") and png(tmp_path / "function_fit/sfli-hat/fig_fun.png")
-    rows = list(csv.DictReader((tmp_path / "function_fit/staircase-baseline/history.csv").open()))
+    assert png(tmp_path / "function_fit/staircase-baseline/seed0/fig_staircase.png")
+    assert png(tmp_path / "function_fit/fig_basis.png") and png(tmp_path / "function_fit/sfli-hat/seed0/fig_fun.png")
+    rows = list(csv.DictReader((tmp_path / "function_fit/staircase-baseline/seed0/history.csv").open()))
     assert {"eps_rank_1", "eps_rank_2", "eps_rank_3", "eps_rank_4"} <= set(rows[0])
 
 
@@ -79,7 +81,7 @@ def test_flags_reach_the_run(tmp_path, capsys):
         f"--sfli tanh --preset smoke --steps 12 --batch 30 --width 16 --lr 0.01 --seed 5 --seeds 3 --C 1.5 --eps "
         f"1e-3 --dtype float64 --compile off --no-plot --device cpu --out {tmp_path}".split()
     )
-    folder = tmp_path / "spectral_bias/sfli-tanh"
+    folder = tmp_path / "spectral_bias/sfli-tanh/seeds5-7"
     config, result = (json.loads((folder / name).read_text()) for name in ("config.json", "result.json"))
     want = {
         "steps": 12,
@@ -106,10 +108,124 @@ def test_resume_of_all(tmp_path, capsys):
     arguments = ["--preset", "smoke", "--out", str(tmp_path), "--no-plot"]
     exp_function_fit.main(["--all", *arguments])
     folder = tmp_path / "function_fit"
-    before = (folder / "baseline/history.csv").read_text()
+    before = (folder / "baseline/seed0/history.csv").read_text()
     shutil.rmtree(folder / "sfli-cos")
     exp_function_fit.main(["--all", "--resume", *arguments])
-    assert (folder / "sfli-cos/result.json").exists() and (folder / "baseline/history.csv").read_text() == before
+    assert (folder / "sfli-cos/seed0/result.json").exists() and (folder / "baseline/seed0/history.csv").read_text() == before
+
+
+def run_fit(tmp_path, *flags):
+    exp_function_fit.main(["--preset", "smoke", "--no-plot", "--out", str(tmp_path), *flags])
+    return tmp_path / "function_fit/baseline/seed0"
+
+
+def contents(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_nothing_finished_is_lost(tmp_path, capsys):
+    """Seeds side by side; a run of other settings and one that has not ended are refused, with the remedy; the same
+    settings again say so; --overwrite does as told."""
+    folder = run_fit(tmp_path)
+    run_fit(tmp_path, "--seed", "1")
+    run_fit(tmp_path, "--seed", "1", "--seeds", "2")
+    assert {p.name for p in folder.parent.iterdir()} == {"seed0", "seed1", "seeds1-2"}
+    before = contents(tmp_path)
+    for flags in (["--steps", "10"], ["--optimizer", "soap"], ["--batch", "9"]):
+        with pytest.raises(SystemExit) as e:
+            run_fit(tmp_path, *flags)
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and flags[0][2:] in err and "--overwrite" in err and err.count("\n") == 1
+    assert contents(tmp_path) == before
+    run_fit(tmp_path)
+    assert "made anew" in capsys.readouterr().out
+    run_fit(tmp_path, "--steps", "10", "--overwrite")
+    assert json.loads((folder / "result.json").read_text())["steps"] == 10
+    (folder / "result.json").unlink()
+    before = contents(tmp_path)
+    with pytest.raises(SystemExit):
+        run_fit(tmp_path, "--steps", "10")
+    assert "--resume" in capsys.readouterr().err and contents(tmp_path) == before
+
+
+def test_resume_with_more_steps(tmp_path, capsys):
+    """A finished run of 20 goes on to 30, which is said; fewer are refused; a run of 30 has the same rows up to 20, as
+    the rate is constant."""
+    folder = run_fit(tmp_path / "a")
+    capsys.readouterr()
+    run_fit(tmp_path / "a", "--resume", "--steps", "30")
+    assert "20 steps were meant; on to 30" in capsys.readouterr().out
+    whole = run_fit(tmp_path / "b", "--steps", "30")
+    rows = lambda f: [(r["step"], r["loss"]) for r in csv.DictReader((f / "history.csv").open())]
+    assert rows(folder)[:21] == rows(whole)[:21] and rows(folder)[-1][0] == "30"
+    assert json.loads((folder / "config.json").read_text())["steps"] == 30
+    with pytest.raises(SystemExit) as e:
+        run_fit(tmp_path / "a", "--resume", "--steps", "5")
+    assert e.value.code == 2 and "--steps" in capsys.readouterr().err
+
+
+def test_resume_restores_the_files(tmp_path, capsys):
+    folder = run_fit(tmp_path)
+    kept = {name: (folder / name).read_text() for name in ("config.json", "history.csv", "result.json")}
+    for name in kept:
+        (folder / name).unlink()
+    run_fit(tmp_path, "--resume")
+    again = {name: (folder / name).read_text() for name in kept}
+    assert again["history.csv"] == kept["history.csv"] and again["config.json"] == kept["config.json"]
+    assert json.loads(again["result.json"])["rel_l2"] == json.loads(kept["result.json"])["rel_l2"]
+
+
+@pytest.mark.parametrize("wrong", ["key", "shape"])
+def test_checkpoints_that_do_not_fit(wrong, tmp_path, capsys):
+    folder = run_fit(tmp_path)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    if wrong == "key":
+        del saved["optimizer"]
+    else:
+        saved["params"]["out.weight"] = torch.zeros(2, 2)
+    torch.save(saved, folder / "checkpoint.pt")
+    with pytest.raises(SystemExit) as e:
+        run_fit(tmp_path, "--resume")
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and "--resume" in err and err.count("\n") == 1
+
+
+def test_a_foreign_reference_is_computed_anew(tmp_path, capsys):
+    """A cache with other names, shapes or values that are not finite is not believed."""
+    import numpy as np
+
+    calls, shapes = [], {"u": (2,)}
+    compute = lambda: calls.append(1) or {"u": np.ones(2)}
+    for foreign in ({"v": np.ones(2)}, {"u": np.ones(3)}, {"u": np.full(2, np.nan)}):
+        np.savez(tmp_path / "ref.npz", **foreign)
+        assert (cached(tmp_path, "ref", shapes, compute)["u"] == 1).all()
+    cached(tmp_path, "ref", shapes, compute)
+    assert len(calls) == 3
+
+
+def test_load(tmp_path, capsys):
+    """The trained network of every script's folder, one of several seeds too, gives the error that was recorded."""
+    import exp_allen_cahn
+    import exp_ldc
+
+    flags = ["--preset", "smoke", "--no-plot", "--out", str(tmp_path)]
+    exp_function_fit.main(["--sfli", "--seeds", "2", *flags])
+    folder = tmp_path / "function_fit/sfli-gauss/seeds0-1"
+    x = grid([(-1.0, 1.0)] * 2, 100)
+    for k in (0, 1):
+        net = load(folder, seed=k)
+        assert net.domain == [(-1.0, 1.0)] * 2
+        error = relative_l2(net(x)[:, 0], exp_function_fit.target("fun", x))
+        assert error == pytest.approx(json.loads((folder / "result.json").read_text())["rel_l2"][k], rel=1e-5)
+    for seed in (None, 7):
+        with pytest.raises(ValueError, match="seed: .*0, 1"):
+            load(folder, seed)
+    exp_allen_cahn.main(["--sfli", "--at", *flags])
+    exp_ldc.main(["--fourier", "2", *flags])
+    assert load(tmp_path / "allen_cahn/at-sfli-gauss/seed0")(torch.rand(5, 2)).shape == (5, 1)
+    assert load(tmp_path / "ldc/re100-fourier-2/seed0")(torch.rand(5, 2)).shape == (5, 3)
+    with pytest.raises(ValueError, match="config.json"):
+        load(tmp_path)
 
 
 def test_sfli_changes_only_the_first_layer(tmp_path, capsys):
@@ -118,7 +234,7 @@ def test_sfli_changes_only_the_first_layer(tmp_path, capsys):
             [*flags, "--preset", "smoke", "--steps", "1", "--lr", "1e-30", "--no-plot", "--out", str(tmp_path)]
         )
     base, new = (
-        torch.load(tmp_path / f"function_fit/{c}/checkpoint.pt", weights_only=True)["params"]
+        torch.load(tmp_path / f"function_fit/{c}/seed0/checkpoint.pt", weights_only=True)["params"]
         for c in ("baseline", "sfli-gauss")
     )
     rest = [k for k in new if not k.startswith("first")]
@@ -132,14 +248,14 @@ def test_natural_gradient_in_a_script(tmp_path, capsys):
     )
     run("--damping", "1e-3", "--momentum", "0.5")
     assert "natural gradient: J 41 x 901 in float64" in capsys.readouterr().out
-    folder = tmp_path / "spectral_bias/sfli-gauss"
+    folder = tmp_path / "spectral_bias/sfli-gauss/seed0"
     config = json.loads((folder / "config.json").read_text())
     assert (config["damping"], config["momentum"], config["lr"], config["dtype"]) == (1e-3, 0.5, 1.0, "float64")
     rows = list(csv.DictReader((folder / "history.csv").open()))
     assert {"damping", "eta", "rejected"} <= set(rows[0]) and float(rows[-1]["rel_l2"]) < float(rows[0]["rel_l2"])
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     with pytest.raises(SystemExit) as e:
-        run("--batch", "2000000")
+        run("--batch", "2000000", "--overwrite")
     err = capsys.readouterr().err
     assert e.value.code == 2 and "--batch: J has 2000000 rows x 901 parameters" in err and err.count("\n") == 1
     assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -160,11 +276,11 @@ def test_divergence_stops_the_script(tmp_path, capsys):
     """One line, status 1; the history up to there stays, and no result of an earlier run beside it."""
     exp_function_fit.main(["--preset", "smoke", "--no-plot", "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as e:
-        exp_function_fit.main(["--preset", "smoke", "--lr", "1e30", "--steps", "50", "--out", str(tmp_path)])
+        exp_function_fit.main(["--preset", "smoke", "--lr", "1e30", "--steps", "50", "--overwrite", "--out", str(tmp_path)])
     err = capsys.readouterr().err
-    assert e.value.code == 1 and "not finite at step" in err and "--lr" in err and err.count("\n") == 1
-    left = sorted(p.name for p in (tmp_path / "function_fit/baseline").iterdir())
-    assert left == ["config.json", "fig_history.png", "history.csv"]
+    assert e.value.code == 1 and "not finite at step" in err and "smaller lr" in err and err.count("\n") == 1
+    left = sorted(p.name for p in (tmp_path / "function_fit/baseline/seed0").iterdir())
+    assert left == ["config.json", "history.csv"]
 
 
 def test_spectrum_is_the_papers(float64):
@@ -265,7 +381,7 @@ def test_common_alone_with_torch_only(tmp_path):
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}
     done = command("-S", "mine.py", cwd=project, env=environment)
     assert done.returncode == 0, done.stderr
-    low, high = map(int, done.stdout.split()[1:])
+    low, high = map(int, done.stdout.splitlines()[-1].split()[1:])  # progress may be told above
     assert high > 2 * low and sorted(p.name for p in project.iterdir()) == ["common.py", "mine.py"]
     others = lambda folder, names: set(names) - {"__init__.py", "natural_gradient.py"}
     shutil.copytree(ROOT / "kernels", project / "kernels", ignore=others)

@@ -16,12 +16,15 @@ from conftest import ROOT
 
 import cli
 import common
-from common import MLP, Save, train, uniform
+from common import MLP, Refused, Save, train, uniform
+from kernels import checkpoint
+from kernels.process import answered, held
 
 DRIVER = """
 import sys, time, torch
+from pathlib import Path
 sys.path.insert(0, {root!r})
-from cli import reported
+from kernels.process import answered, held
 from common import MLP, Save, Schedule, train, uniform
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -29,7 +32,7 @@ net, folder = MLP(1, 8, 2), sys.argv[1]
 def sample(g):
     time.sleep(0.004)
     return {{"x": uniform([(-1, 1)], 16, g)}}
-with reported(folder) as stop:
+with answered(), held(Path(folder)) as stop:
     print("go", flush=True)
     residuals = lambda net, b: {{"fit": net(b["x"])[:, 0] - b["x"][:, 0] ** 2}}
     train(net, sample, residuals, 500, lr=Schedule(decay=0.5), stop=stop, evaluate=lambda net: {{"e": 0.0}},
@@ -59,7 +62,7 @@ def same(a, b):
 
 
 @pytest.mark.usefixtures("side_by_side")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_at_random_moments(number, tmp_path):
     """Ten times by SIGKILL, three times by SIGTERM or SIGINT: in the end the parameters and the history of the
     undisturbed run. The polite signals finish the step, save, and print the command that continues."""
@@ -78,12 +81,12 @@ def test_stopped_at_random_moments(number, tmp_path):
             assert process.returncode == -number
         else:
             assert process.returncode == 128 + number and "Traceback" not in err and err.count("\n") == 1
-            match = re.fullmatch(r"driver.py: cut: stopped after step (\d+) of 500; continue with: python (.*)\n", err)
+            match = re.fullmatch(r"driver.py: stopped after step (\d+) of 500; continue with: python (.*)\n", err)
             assert state(tmp_path / "cut")[2] == int(match.group(1)) + 1  # nothing lost
             assert shlex.split(match.group(2)) == [str(tmp_path / "driver.py"), str(tmp_path / "cut"), "--resume"]
         argv = ["--resume"]
     process = start(tmp_path, "cut", *argv)
-    assert process.communicate(timeout=120)[0] == "done\n" == whole.communicate(timeout=120)[0]
+    assert all(p.communicate(timeout=120)[0].endswith("done\n") for p in (process, whole))
     assert same(state(tmp_path / "cut"), state(tmp_path / "whole"))
     left = {"checkpoint.pt", "checkpoint_previous.pt", "history.csv"}
     names = {p.name for p in (tmp_path / "cut").iterdir()}
@@ -98,7 +101,7 @@ def test_script_prints_the_command_that_continues(tmp_path):
     process = subprocess.Popen(
         [sys.executable, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    folder = tmp_path / "a b/function_fit/sfli-gauss"
+    folder = tmp_path / "a b/function_fit/sfli-gauss/seed0"
     while not (folder / "history.csv").exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -109,6 +112,52 @@ def test_script_prints_the_command_that_continues(tmp_path):
     assert again == ["python", *argv, "--resume"]
     done = subprocess.run([sys.executable, *again[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "RESULT function_fit sfli-gauss" in done.stdout
+
+
+def script(*argv, **options):
+    return subprocess.Popen([sys.executable, *map(str, argv)], cwd=ROOT, text=True, stderr=subprocess.PIPE, **options)
+
+
+@pytest.mark.usefixtures("side_by_side")
+@pytest.mark.parametrize("seconds", [0.5, 3.0], ids=["importing", "reference"])
+def test_interrupted_before_training(seconds, tmp_path):
+    """Ctrl-C while PyTorch is imported or the reference is computed: one line, 130, nothing written."""
+    process = script("exp_ldc.py", "--sfli", "--out", tmp_path / "out", stdout=subprocess.PIPE)
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 130 and err.count("\n") == 1 and "interrupted" in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("side_by_side")
+def test_nohup(tmp_path):
+    """A hang-up that is ignored stays ignored."""
+    folder = tmp_path / "function_fit/baseline/seed0"
+    argv = ["exp_function_fit.py", "--preset", "smoke", "--steps", "400", "--no-plot", "--out", tmp_path]
+    process = script(*argv, stdout=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    while not (folder / "history.csv").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=60) == 0 and (folder / "result.json").exists()
+
+
+@pytest.mark.usefixtures("side_by_side")
+@pytest.mark.parametrize("reader", ["head", "full", "closed"])
+def test_nobody_reads(reader, tmp_path):
+    """| head -1, a full disk behind stdout, a closed stdout: training goes on, results are written, nothing is said."""
+    argv = ["exp_function_fit.py", "--preset", "smoke", "--out", tmp_path]
+    if reader == "head":
+        process = script(*argv, stdout=subprocess.PIPE)
+        process.stdout.close()
+    elif reader == "full":
+        process = script(*argv, stdout=open("/dev/full", "w"))
+    else:
+        process = script(*argv, preexec_fn=lambda: os.close(1))
+    err = process.stderr.read()
+    assert process.wait(timeout=60) == 0 and err == ""
+    assert (tmp_path / "function_fit/baseline/seed0/fig_fun.png").exists()
 
 
 def small(folder, resume=False):
@@ -127,21 +176,22 @@ def test_killed_between_the_renames(links, tmp_path, monkeypatch):
     replace, link = os.replace, os.link
 
     def look(*args):
-        seen.append(common.load_checkpoint(Save(tmp_path))["step"])
+        seen.append(checkpoint.read_checkpoint(tmp_path)["step"])
         assert path.exists() or not links
         return args
 
     def no_link(*args):
         raise OSError("no hard links here")
 
-    common.save_checkpoint(path, {"config": None, "step": 0})
+    whole = dict.fromkeys(["config", *common.State.__dataclass_fields__])
+    checkpoint.save_checkpoint(path, whole | {"step": 0})
     monkeypatch.setattr(os, "replace", lambda *args: replace(*look(*args)))
     monkeypatch.setattr(os, "link", (lambda *args: link(*look(*args))) if links else no_link)
     for step in (1, 2):
-        common.save_checkpoint(path, {"config": None, "step": step})
+        checkpoint.save_checkpoint(path, whole | {"step": step})
     look()
     assert seen == ([0, 0, 0, 1, 1, 1, 2] if links else [0, 0, 1, 1, 2])
-    assert torch.load(common.previous(path))["step"] == 1
+    assert torch.load(checkpoint.previous(path))["step"] == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint.pt", "checkpoint_previous.pt"]
 
 
@@ -179,7 +229,7 @@ def test_damaged_checkpoints(damage, tmp_path, capsys):
     assert "checkpoint.pt cannot be read" in capsys.readouterr().out
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), whole.parameters()))
     harm(path), harm(before)
-    with pytest.raises(ValueError, match="--resume: .*checkpoint.pt"):
+    with pytest.raises(ValueError, match="resume: .*checkpoint.pt"):
         small(folder, resume=True)
     assert not (tmp_path / "harmed").exists()
 
@@ -200,42 +250,42 @@ def test_a_full_disk(tmp_path):
     )
     before = state(tmp_path / "run")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--out: cannot write to" in done.stderr, (
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "folder: cannot write" in done.stderr, (
         done.stderr
     )
     assert same(state(tmp_path / "run"), before)  # no checkpoint is below 3000 bytes: none was written since
     resumed = start(tmp_path, "run", "--resume")
-    assert resumed.communicate(timeout=120)[0] == "done\n" == whole.communicate(timeout=120)[0]
+    assert all(p.communicate(timeout=120)[0].endswith("done\n") for p in (resumed, whole))
     assert same(state(tmp_path / "run"), state(tmp_path / "whole"))
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SystemExit) as e, cli.reported(tmp_path / "file" / "run"):
+    with pytest.raises(SystemExit) as e, answered(), held(tmp_path / "file" / "run"):
         pass
-    assert e.value.code == 2 and "--out: cannot write to" in capsys.readouterr().err
+    assert e.value.code == 2 and "cannot write to" in capsys.readouterr().err
 
 
 def test_two_runs_in_one_folder(tmp_path, capsys):
     """The second is refused and leaves the first alone; when the first is gone the folder is free."""
     first = start(tmp_path, "run")
-    with pytest.raises(SystemExit) as e, cli.reported(tmp_path / "run"):
+    with pytest.raises(SystemExit) as e, answered(), held(tmp_path / "run"):
         raise AssertionError("not reached")
     assert e.value.code == 2 and "another run is writing" in capsys.readouterr().err
     first.kill()
     first.communicate()
-    with cli.reported(tmp_path / "run"):
+    with answered(), held(tmp_path / "run"):
         pass
 
 
 def test_a_folder_is_not_left_behind(tmp_path):
-    with pytest.raises(SystemExit), cli.reported(tmp_path / "a" / "b"):
-        raise ValueError("--x: refused")
+    with pytest.raises(SystemExit), answered(), held(tmp_path / "a" / "b"):
+        raise Refused("x: refused")
     assert not list(tmp_path.iterdir())
 
 
 def test_divergence(tmp_path, capsys):
-    """The loss jumps from 1e-2 to 1e12: step, term and advice, status 1; history and its figure up to there."""
+    """The loss jumps from 1e-2 to 1e12: step, term and advice, status 1; the history up to there."""
     calls = []
 
     def sample(g):
@@ -243,11 +293,11 @@ def test_divergence(tmp_path, capsys):
         return {"x": uniform([(-1, 1)], 8, g), "size": torch.full((8,), 1e6 if len(calls) > 60 else 0.1)}
 
     folder = tmp_path / "run"
-    with pytest.raises(SystemExit) as e, cli.reported(folder) as stop:
+    with pytest.raises(SystemExit) as e, answered(), held(folder) as stop:
         torch.manual_seed(0)
         residuals = lambda net, b: {"fit": b["size"] * (net(b["x"])[:, 0] + 1), "other": b["x"][:, 0]}
         train(MLP(1, 4, 2), sample, residuals, 100, save=Save(folder), stop=stop)
     error = capsys.readouterr().err
-    assert e.value.code == 1 and re.search(r"run: the loss has diverged: .* at step 60, most of it fit", error)
-    assert "--lr" in error and error.count("\n") == 1
-    assert (folder / "fig_history.png").exists() and len((folder / "history.csv").read_text().splitlines()) == 62
+    assert e.value.code == 1 and re.search(r"the loss has diverged: .* at step 60, most of it fit", error)
+    assert "smaller lr" in error and error.count("\n") == 1
+    assert len((folder / "history.csv").read_text().splitlines()) == 62
