@@ -13,29 +13,34 @@ The paper shows curves and states no error for this example. Ours, relative L2 e
 --all, 12 000 steps of Adam: Baseline 1.5e-1, SFLI 4.3e-2, AT 4.2e-2, AT+SFLI 8.8e-3 (seed 0).
 Minutes on 2 CPU cores: preset laptop 2.5, with --all 60 (on one core); smoke seconds; paper not timed (a GPU is meant).
 """
+import argparse
 import math
 
 # First: from here on Ctrl-C is answered in one line.
-from cli import (answered, cached, check_chunks, configurations, curve, fail, figure, figure_folder, folder_of,
-                 gamma_of, natural, network, parse_args, positive, relative_l2, run, run_folder, save_figure)
-from common import Periodic, grid, jet, uniform, volume
+from cli import (ARCHITECTURES, answered, cached, check_chunks, configurations, curve, fail, figure, figure_folder,
+                 folder_of, gamma_of, natural, network, number, parse_args, positive, relative_l2, run, run_folder,
+                 save_figure)
+from common import MLP, Dense, Periodic, grid, jet, uniform, volume
 
 import numpy as np
 import torch
+from torch import nn
 
 # Parameters --------------------------------------------------------------------------------------
 
 OMEGA = [(0.0, 1.0), (-1.0, 1.0)]  # t, x
 GAMMA = {"gauss": math.sqrt(10), "tanh": 8.0, "cos": 10.0}  # the paper uses gauss; others from Example 4.1
 # Table 4. It does not say how many initial points: 512, as in jaxpi, which the paper follows.
-PAPER = dict(steps=300_000, batch=8192, initial=512, near=0, ic_weight=1.0, arch="pirate", layers=3, width=256,
-             lr=1e-3, warmup=5000, decay=0.9, decay_every=5000, optimizer="adam")
+PAPER = dict(steps=300_000, batch=8192, initial=512, ic_weight=1.0, arch="pirate", layers=3, width=256, lr=1e-3,
+             warmup=5000, decay=0.9, decay_every=5000, optimizer="adam", kink=False, time_weight=0.0, fit=0,
+             adaptive=0.0)
 # On a CPU natural gradient with a small network; --all keeps the paper's method, scaled down. There the weight 100
 # keeps Adam out of the state u = 0, in which it stays for 5000 steps with weight 1, with and without SFLI.
-ABLATION = dict(steps=12_000, batch=1024, initial=256, near=0, ic_weight=100.0, arch="pirate", layers=2, width=128,
-                lr=1e-3, warmup=500, decay=0.9, decay_every=1000, optimizer="adam")
-NATURAL = dict(steps=800, batch=900, initial=200, near=100, ic_weight=1.0, arch="mlp", layers=4, width=50,
-               optimizer="ng", decay=0.03, decay_every=800)  # the longest step falls from 1 to 0.03
+ABLATION = PAPER | dict(steps=12_000, batch=1024, initial=256, ic_weight=100.0, layers=2, width=128, warmup=500,
+                        decay_every=1000)
+NATURAL = dict(steps=200, batch=1024, arch="even", layers=4, width=50, kink=True, time_weight=4.0, fit=10_000,
+               optimizer="ng")
+FIT = dict(arch="fitted", steps=3, damping=1e-13, adaptive=0.0)  # linear least squares: the step in full
 PRESETS = {
     "paper": PAPER,
     "laptop": ABLATION | dict(optimizer="ng", all=ABLATION, ng=NATURAL),
@@ -98,22 +103,116 @@ def reference(nt=201, nx=512, folder=None):
 # Problem -----------------------------------------------------------------------------------------
 
 
-def residuals(net, batch):
-    u, heat = jet(net, batch["x"], "t x", "t-1e-4*xx")  # u_t - 0.0001 u_xx
-    x0 = batch["x0"]  # (0, x)
-    return {"ic": net(x0)[:, 0] - x0[:, 1] ** 2 * torch.cos(math.pi * x0[:, 1]),
-            "res": (heat + 5 * u**3 - 5 * u)[:, 0]}
+def initial(x):
+    return x**2 * torch.cos(math.pi * x)
 
 
-def draw(generator, batch, initial, near=0):
-    """`batch` uniform points, `near` of them moved to within 0.05 of x = 1, where u(0, x) has a kink, all sorted by
-    time together with their x; `initial` equispaced ones at t = 0, shifted."""
+def known(x):
+    """What needs no network, [B, 1]: exact at t = 0, where it is u(0, x), and singular as u is at x = 1.
+
+    Continued by its period, u(0, x) has a kink there, -1 + 2 |s| + .. at the distance s. v = u + 1 is small and obeys
+    v_t = eps v_xx - 10 v + 15 v^2 - 5 v^3, so that the kink becomes 2 e^(-10 t) h(s, t) + smoother terms, h the heat
+    flow of |s|, eps = 1e-4:
+
+        h = s erf(s / q) + q e^(-s^2 / q^2) / sqrt(pi),  q = sqrt(4 eps t);  h_t = eps h_ss,  h(s, 0) = |s|
+
+    sigma = (2 / pi) cos(pi x / 2) = |s| + O(|s|^3) takes the place of s, so that all is periodic:
+    u(0, x) - 2 sigma + 2 e^(-10 t) h(sigma, t)."""
+    t, x = x[..., :1], x[..., 1:]
+    sigma, q = torch.cos(x * (math.pi / 2)) * (2 / math.pi), torch.sqrt(4e-4 * t + 1e-30)
+    z = sigma / q
+    h = sigma * torch.erf(z) + q * torch.exp(-z * z) / math.sqrt(math.pi)
+    return initial(x) - 2 * sigma + 2 * torch.exp(-10 * t) * h
+
+
+def solution(net, kink):
+    """u as a function of x [B, 2]: the network, or with `kink` what is known + t * network."""
+    return (lambda x: known(x) + x[..., :1] * net(x)) if kink else net
+
+
+def residuals(net, batch, kink=False, time_weight=0.0):
+    """Perturbations of u = 0 grow as e^(5 t), so that early residuals count most: the equation is multiplied by
+    e^(-time_weight t)."""
+    t = batch["x"][:, 0]
+    u, heat = jet(solution(net, kink), batch["x"], "t x", "t-1e-4*xx")  # u_t - 0.0001 u_xx
+    r = {"res": torch.exp(-time_weight * t) * (heat + 5 * u**3 - 5 * u)[:, 0]}
+    return r if kink else {"ic": net(batch["x0"])[:, 0] - initial(batch["x0"][:, 1])} | r
+
+
+def draw(generator, batch, initial):
+    """`batch` uniform points sorted by time together with their x; `initial` equispaced ones at t = 0, shifted."""
     x = uniform(OMEGA, batch, generator)
-    x[:near, 1] = torch.sign(x[:near, 1]) * (1 - 0.05 * x[:near, 1].abs())
     shift = torch.rand(1, generator=generator, device=generator.device, dtype=x.dtype)
     x0 = -1 + 2 / initial * (torch.arange(initial, device=x.device) + shift)
     return {"x": x[x[:, 0].argsort()], "x0": torch.stack([torch.zeros_like(x0), x0], 1)}
 
+
+def spread(generator, batch):
+    """`batch` points with x >= 0, for an even network, of a lattice without end (multiples of 1 / p and 1 / p^2 with
+    p^3 = p + 1), shifted at random, sorted by time: they leave smaller holes than independent ones."""
+    shift = torch.rand(2, generator=generator, device=generator.device)
+    step = torch.tensor([0.7548776662466927, 0.5698402909980532], device=generator.device)
+    x = (torch.arange(batch, device=generator.device)[:, None] * step + shift) % 1
+    return {"x": x[x[:, 0].argsort()]}
+
+
+def adaptive(batch, r, n, K, generator):
+    """n of the points batch["x"], drawn with a density in proportion to 1 + K |r| / mean |r|, in their order."""
+    density = 1 + K * r.abs() / r.abs().mean()
+    chosen = torch.multinomial(density, n, generator=generator).sort().values
+    return batch | {"x": batch["x"][chosen]}
+
+
+# Networks ----------------------------------------------------------------------------------------
+
+
+class Harmonics(nn.Module):
+    """t, cos(pi x), cos(2 pi x)"""
+
+    def forward(self, x):
+        z = x[..., 1:] * math.pi
+        return torch.cat([x[..., :1], torch.cos(z), torch.cos(2 * z)], -1)
+
+
+class Even(MLP):
+    """MLP of these, even in x and of period 2 as u is."""
+
+    def __init__(self, d, n, L, out=1, rwf=None, embed=None, first=None):
+        super().__init__(3, n, L, out, rwf, Harmonics(), first)
+
+
+class Fitted(Even):
+    """A trained network whose output weights vary: sum_m p_m(t, x) (beta_m . y_L + b_m), where y_L are the features of
+    the last hidden layer and p_m = T_j(2 t - 1) cos(k pi x), j < 12, k < 7, with Chebyshev's T_j. What is trained, beta
+    and b, enters linearly: natural gradient with more points than these solves for them in a step or two."""
+
+    def __init__(self, d, n, L, out=1, rwf=None, embed=None, first=None):
+        super().__init__(d, n, L, out, rwf, embed, first)
+        self.out = Dense(self.out.in_features, 84)
+
+    def forward(self, x):
+        t, z = 2 * x[..., :1] - 1, x[..., 1:] * math.pi
+        T = [0 * t + 1, t]
+        while len(T) < 12:
+            T.append(2 * t * T[-1] - T[-2])
+        waves = torch.cat([torch.cos(k * z) for k in range(7)], -1)  # [B, 7]
+        p = torch.cat([waves * T_j for T_j in T], -1)  # [B, 84]
+        return (super().forward(x) * p).sum(-1, keepdim=True)
+
+    def load_state_dict(self, state, *args, **kwargs):
+        """Of such a network, or of the trained one, with which it then agrees. Hidden layers stay as loaded."""
+        state = dict(state)
+        if len(state["out.bias"]) == 1:
+            beta, b = torch.zeros_like(self.out.weight), torch.zeros_like(self.out.bias)
+            old = state.pop("out.g", 1) * state["out.weight"]
+            beta[0], b[0] = old[0], state["out.bias"][0]  # p_0 = 1
+            state |= {"out.weight": beta, "out.bias": b}
+        super().load_state_dict(state, *args, **kwargs)
+        for part in (self.first, self.blocks):
+            part.requires_grad_(False)
+
+
+ARCHITECTURES.update(even=Even, fitted=Fitted)
 
 # Train and evaluate ------------------------------------------------------------------------------
 
@@ -123,23 +222,52 @@ def name(args):
     return "-".join(filter(None, ["at" if args.at else "", first])) or "baseline"
 
 
+def sampler(args, residuals, seen):
+    """sample(generator) for run(); with --adaptive it looks at the residuals of the network in `seen`, at ten times as
+    many points as it returns."""
+
+    def sample(generator):
+        n = args.batch * (10 if args.adaptive else 1)
+        even = args.arch in ("even", "fitted")
+        batch = spread(generator, n) if even else draw(generator, n, args.initial)
+        if not args.adaptive:
+            return batch
+        with torch.no_grad():
+            r = residuals(seen[0], batch)["res"] if seen else torch.ones(n)
+        return adaptive(batch, r, args.batch, args.adaptive, generator)
+
+    return sample
+
+
 def fit(args):
     """Train one configuration; -> history and the prediction on the grid of the reference."""
     points = grid(OMEGA, 50).to(args.device)  # for the eps-rank
-    gamma = gamma_of(args, GAMMA, OMEGA, points, volume(OMEGA), Periodic(2, PERIODS))
+    embed = Harmonics() if args.arch == "even" else Periodic(2, PERIODS)
+    gamma = gamma_of(args, GAMMA, OMEGA, points, volume(OMEGA), embed)
     t, x, u = (torch.as_tensor(a, dtype=torch.get_default_dtype()) for a in
                reference(folder=folder_of(args)))
     mesh = torch.stack(torch.meshgrid(t, x, indexing="ij"), -1).to(args.device)  # [201, 512, 2]
-    test, u_test = mesh.reshape(-1, 2), u.reshape(-1).to(args.device)
+    test, u_test, seen = mesh.reshape(-1, 2), u.reshape(-1).to(args.device), []
 
-    recipe = network(args, OMEGA, gamma, periods=PERIODS, rwf=(1.0, 0.1) if args.at else None)
-    options = dict(weights={"ic": args.ic_weight})
+    def equation(net, batch):
+        seen[:] = [net]
+        return residuals(net, batch, args.kink, args.time_weight)
+
+    def train(args, **options):
+        recipe = network(args, OMEGA, gamma, periods=PERIODS, rwf=(1.0, 0.1) if args.at else None)
+        evaluate = lambda net: {"rel_l2": relative_l2(solution(net, args.kink)(test)[:, 0], u_test)}
+        return run(args, recipe, sampler(args, equation, seen), equation, evaluate, points, volume(OMEGA), **options)
+
+    options = {} if args.kink else dict(weights={"ic": args.ic_weight})
     options |= dict(weighting="ntk", causal=dict(terms=["res"], tol=1.0, chunks=CHUNKS)) if args.at else {}
-    sample = lambda generator: draw(generator, args.batch, args.initial, args.near)
-    evaluate = lambda net: {"rel_l2": relative_l2(net(test)[:, 0], u_test)}
-    nets, history = run(args, recipe, sample, residuals, evaluate, points, volume(OMEGA), **options)
+    nets, history = train(args, **options)
+    if args.fit:
+        seconds = history[-1]["seconds"]
+        nets, more = train(argparse.Namespace(**vars(args) | FIT | dict(batch=args.fit)), part="fit", start=nets[0])
+        history += [row | {"step": args.steps + row["step"], "seconds": seconds + row["seconds"]} for row in more[1:]]
+        print(f"training and fit: {history[-1]['seconds']:.1f} seconds")
     with torch.no_grad():
-        predicted = nets[0](test).reshape(u.shape).cpu()
+        predicted = solution(nets[0], args.kink)(test).reshape(u.shape).cpu()
     return history, (t, x, u, predicted)
 
 
@@ -177,9 +305,11 @@ def plot_error(histories, width, path):
         curve(axes[0, 0], history, "eps_rank", log=False, **style)
         curve(axes[0, 1], history, "rel_l2", **style)
         if label in weighted:
-            curve(axes[1, 0], history, "weight_ic", **style | {"label": style["label"] + ", initial condition"})
-            curve(axes[1, 0], history, "weight_res", ls="--", **style | {"label": style["label"] + ", equation"})
-            curve(axes[1, 1], history, "causal_last", log=False, **style)
+            weighed = [row for row in history if "causal_last" in row]  # without those of --fit
+            for term, line, text in (("ic", "-", ", initial condition"), ("res", "--", ", equation")):
+                if f"weight_{term}" in weighed[0]:
+                    curve(axes[1, 0], weighed, f"weight_{term}", ls=line, **style | {"label": style["label"] + text})
+            curve(axes[1, 1], weighed, "causal_last", log=False, **style)
     axes[0, 0].set(ylabel="ε-rank of the last hidden layer", ylim=(0, 1.05 * width))
     axes[0, 1].set_ylabel("relative $L^2$ error")
     axes[0, 0].legend(fontsize=8)
@@ -190,14 +320,23 @@ def plot_error(histories, width, path):
     save_figure(fig, path)
 
 
+not_negative = number(float, lambda v: 0 <= v < math.inf, "a number from 0 on")
+
+
 def flags(cli):
     cli.add_argument("--at", action="store_true", help="advanced techniques: weight factorization, NTK, causal weights")
     cli.add_argument("--fourier", type=positive(float), metavar="SCALE", help="random Fourier features, not SFLI")
-    cli.add_argument("--arch", choices=["pirate", "mlp"], help="PirateNet or MLP")
+    cli.add_argument("--arch", choices=["pirate", "mlp", "even"], help="PirateNet, MLP, or an MLP even in x, as u is")
     cli.add_argument("--layers", type=positive(int), help="residual blocks of the PirateNet, layers of the MLP")
     cli.add_argument("--initial", type=positive(int), help="points on the initial condition")
-    cli.add_argument("--near", type=natural, help="how many of the points lie near x = 1, where u(0, x) has a kink")
     cli.add_argument("--ic-weight", type=positive(float), help="weight of the initial loss; --at adapts it")
+    cli.add_argument("--kink", action=argparse.BooleanOptionalAction,
+                     help="exact initial values, and the kink that they have at x = 1 subtracted")
+    cli.add_argument("--time-weight", type=not_negative, metavar="RATE", help="the equation at t counts e^(-RATE t)")
+    cli.add_argument("--fit", type=natural, metavar="POINTS",
+                     help="at the end fit output weights that vary with t and x, at so many points; 0: none")
+    cli.add_argument("--adaptive", type=not_negative, metavar="K",
+                     help="points in proportion to 1 + K |r| / mean |r|; 0: evenly")
 
 
 @answered()
@@ -205,8 +344,10 @@ def main(argv=None):
     args = parse_args("allen_cahn", __doc__, PRESETS, argv, flags)
     if args.all and args.at:
         fail("--all runs with and without AT; drop --at")
-    if args.near > args.batch:
-        fail(f"--near: {args.near} of {args.batch} points; use --near {args.batch} at most")
+    if args.fit and (args.optimizer != "ng" or args.arch != "even"):
+        fail("--fit is natural gradient on an even network; add --optimizer ng --arch even, or use --fit 0")
+    if args.adaptive and args.optimizer != "ng":
+        fail("--adaptive belongs to natural gradient; add --optimizer ng, or drop it")
     if args.at or args.all:
         check_chunks(args, CHUNKS)
     choices = [dict(at=at, sfli=kind) for at in (False, True) for kind in (None, "gauss")]

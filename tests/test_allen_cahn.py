@@ -1,5 +1,6 @@
 """Example 4.4: the reference against another integrator, the residual on a known function, the draws, SIGKILL."""
 
+import json
 import math
 import shutil
 import signal
@@ -15,8 +16,10 @@ from scipy.integrate import solve_ivp
 from conftest import ROOT
 
 import exp_allen_cahn
+from cli import load, relative_l2
 from common import MLP, Periodic, sfli, train
-from exp_allen_cahn import GAMMA, OMEGA, PAPER, draw, reference, residuals, solve
+from exp_allen_cahn import (GAMMA, OMEGA, PAPER, Even, Fitted, adaptive, draw, known, reference, residuals, solution,
+                            solve, spread)
 
 
 def test_reference_converges():
@@ -26,23 +29,25 @@ def test_reference_converges():
     assert np.abs(u - solve(8192, 800, 201, 512)).max() < 1e-8
 
 
-def test_reference_against_finite_differences():
-    """Second-order differences on [0, 1] (u is even and 2-periodic: u_x = 0 at both ends), SciPy's integrator,
-    extrapolated in the grid spacing: an independent solution. Tolerance: what extrapolation leaves, 2e-6."""
-
-    def lines(n):
-        x, h = np.linspace(0, 1, n + 1), 1 / n
-
-        def f(t, u):
-            ends = np.concatenate([u[1:2], u, u[-2:-1]])
-            return 1e-4 * (ends[2:] - 2 * u + ends[:-2]) / h**2 - 5 * u**3 + 5 * u
-
-        options = dict(method="LSODA", t_eval=[0.5, 1.0], rtol=1e-9, atol=1e-10, lband=1, uband=1)
-        return solve_ivp(f, (0, 1), x**2 * np.cos(np.pi * x), **options).y[:: n // 256].T  # [2, 257]
-
-    coarse, fine = lines(1024), lines(2048)
-    u = solve(4096, 800, 201, 512)[[100, 200], 256:]  # x = 0 .. 1 - 1/256
-    assert np.abs(u - (4 * fine - coarse)[:, :-1] / 3).max() < 5e-6
+def test_reference_against_another_method():
+    """Chebyshev collocation on [0, 1] with u_x = 0 at both ends, which is what even and periodic mean, and SciPy's Radau:
+    an independent solution. The two agree to its tolerance, and until t = 0.75 to 3e-11."""
+    N, k = 700, np.arange(701)
+    x, sign = (1 - np.cos(np.pi * k / N)) / 2, (-1.0) ** k * np.where(k % N == 0, 2, 1)
+    angle = np.pi * k / N
+    gap = np.sin((angle[:, None] + angle) / 2) * np.sin((angle[:, None] - angle) / 2)  # x_i - x_j
+    D = sign[:, None] / sign / (gap + np.eye(N + 1))
+    D -= np.diag(D.sum(1))  # d/dx
+    ends = -np.linalg.solve(D[np.ix_([0, N], [0, N])], D[[0, N], 1:N])  # u_x = 0 there
+    whole = np.vstack([ends[:1], np.eye(N - 1), ends[1:]])  # [N + 1, N - 1]
+    L = 1e-4 * (D @ D @ whole)[1:N]
+    f, slope = lambda t, u: L @ u - 5 * u**3 + 5 * u, lambda t, u: L + np.diag(5 - 15 * u**2)
+    u, t, found = (x**2 * np.cos(np.pi * x))[1:N], 0.0, solve(4096, 800, 5, 512)
+    to = 1 - np.abs(-1 + 2 * np.arange(512) / 512)  # interpolated there: x = 1 is the first of the grid
+    weight = (-1.0) ** k / np.where(k % N == 0, 2, 1) / np.where(gap_to := (1 - to)[:, None] - x, gap_to, 1e-300)
+    for row, tolerance in zip(range(1, 5), (1e-10, 1e-10, 1e-9, 1e-7)):
+        u, t = solve_ivp(f, (t, row / 4), u, method="Radau", jac=slope, rtol=1e-9, atol=1e-9).y[:, -1], row / 4
+        assert np.abs(weight @ (whole @ u) / weight.sum(1) - found[row]).max() < tolerance
 
 
 def test_reference_is_kept(tmp_path, monkeypatch, capsys):
@@ -77,10 +82,94 @@ def test_draws(float64):
     t = batch["x"][:, 0]
     assert (t.diff() >= 0).all()
     assert {tuple(p) for p in batch["x"].tolist()} == {tuple(p) for p in plain.tolist()}
-    near = draw(torch.Generator().manual_seed(3), 4096, 100, near=1000)["x"]
-    assert (near[:, 1].abs() >= 0.95).sum() > 1000 and near[:, 1].abs().max() <= 1 and (near[:, 0].diff() >= 0).all()
     x0 = batch["x0"]
     assert (x0[:, 0] == 0).all() and torch.allclose(x0[:, 1].diff(), torch.tensor(0.02)) and x0[:, 1].abs().max() <= 1
+
+
+def points(n, seed=0):
+    return exp_allen_cahn.uniform(OMEGA, n, torch.Generator().manual_seed(seed))
+
+
+def test_what_is_known(float64):
+    """u(0, x) at t = 0; even and periodic; u_t - 1e-4 u_xx by jets as by nested autograd, also close to the kink, where
+    u_t and 1e-4 u_xx are of size 1 and cancel."""
+    x = points(200)
+    start = x * torch.tensor([0.0, 1.0])
+    assert torch.allclose(known(start)[:, 0], x[:, 1] ** 2 * torch.cos(math.pi * x[:, 1]), atol=1e-14)
+    assert torch.allclose(known(x), known(x * torch.tensor([1.0, -1.0])), rtol=1e-14)
+    x[:100, 1] = 1 - 0.01 * x[:100, 1].abs()
+    x[:50, 0] *= 1e-3
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(known(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first[:, 1].sum(), x)
+    _, heat = exp_allen_cahn.jet(known, x.detach(), "t x", "t-1e-4*xx")
+    assert torch.allclose(heat[:, 0], first[:, 0] - 1e-4 * second[:, 1], rtol=1e-9, atol=1e-9)
+
+
+def test_the_kink_is_subtracted():
+    """Second differences in x of the reference at t = 0.005: over 1000 at x = 1, where those of u - known(x) are like
+    everywhere."""
+    u = torch.tensor(solve(4096, 800, 201, 4096)[1])
+    x = -1 + 2 * torch.arange(4096, dtype=torch.float64) / 4096
+    rest = u - known(torch.stack([torch.full_like(x, 0.005), x], 1))[:, 0]
+    bend = lambda f: (f.roll(1) - 2 * f + f.roll(-1)).abs() * 2048**2
+    assert bend(u)[0] > 1000 and bend(rest).max() < 60 and bend(rest)[:100].max() < bend(rest).max()
+
+
+def test_even_points_and_adaptive_ones(float64):
+    """spread(): in the half domain, sorted by time, in each of 100 boxes 10 of 1000 points to within 4 (independent
+    points: up to 10 more). adaptive(): points keep their order, density 1 + K |r| / mean |r| to within 5 deviations."""
+    g = torch.Generator().manual_seed(0)
+    x = spread(g, 1000)["x"]
+    assert x.min() >= 0 and x.max() < 1 and (x[:, 0].diff() >= 0).all()
+    boxes = torch.bincount((10 * x).long() @ torch.tensor([10, 1]), minlength=100)
+    assert (boxes - 10).abs().max() <= 4
+    r = torch.cat([torch.zeros(5000), -2 * torch.ones(5000)])  # mean |r| = 1: densities 1 and 1 + 3 * 2
+    batch = {"x": torch.arange(10_000.0)[:, None] * torch.ones(2), "x0": torch.ones(3)}
+    chosen = adaptive(batch, r, 800, 3.0, g)
+    assert (chosen["x"][:, 0].diff() > 0).all() and chosen["x0"] is batch["x0"] and len(chosen["x"]) == 800
+    share = (chosen["x"][:, 0] >= 5000).double().mean().item()
+    assert abs(share - 7 / 8) < 5 * math.sqrt(7 / 64 / 800) + 0.01  # drawn without return: a little below
+
+
+def test_networks_that_are_even_and_fitted(float64):
+    """Even in x and of period 2. The fitted one starts as the trained one, also with factorized weights; it trains its
+    output weights alone, and is linear in them."""
+    x = points(20)
+    for rwf in (None, (1.0, 0.1)):
+        net = sfli(Even(3, 6, 3, rwf=rwf), OMEGA, gamma=2.0)
+        fitted = sfli(Fitted(3, 6, 3, rwf=rwf), OMEGA, gamma=2.0)
+        fitted.load_state_dict(net.state_dict())
+        for f in (net, fitted):
+            for y in (x * torch.tensor([1.0, -1.0]), x + torch.tensor([0.0, 2.0])):
+                assert torch.allclose(f(x), f(y), atol=1e-13)
+        assert torch.allclose(net(x), fitted(x), atol=1e-14)
+        assert {k for k, p in fitted.named_parameters() if p.requires_grad} == {"out.weight", "out.bias"}
+    z = [torch.randn_like(p) for p in fitted.out.parameters()]
+    values = []
+    for _ in range(3):
+        values.append(fitted(x).detach())
+        torch._foreach_add_([p.data for p in fitted.out.parameters()], z)
+    assert (values[1] - values[0]).abs().max() > 1 and torch.allclose(values[2] - values[1], values[1] - values[0])
+
+
+def test_fit_after_training(kept, tmp_path, capsys):
+    """A small network, 40 steps and the fit: a percent, then a tenth of that; resumed, nothing is left to do; load()
+    gives the fitted network."""
+    shutil.copytree(kept, tmp_path / "allen_cahn")
+    flags = ("--sfli --preset smoke --optimizer ng --arch even --kink --time-weight 4 --layers 3 --width 20 --batch 300 "
+             f"--steps 40 --fit 3000 --no-plot --out {tmp_path}").split()
+    exp_allen_cahn.main([*flags, "--adaptive", "0.5"])
+    results = [json.loads((tmp_path / f"allen_cahn/sfli-gauss/seed0/{part}result.json").read_text())
+               for part in ("", "fit/")]  # fmt: skip
+    trained, fitted = (r["rel_l2_mean"] for r in results)
+    assert trained < 3e-2 and fitted < 0.1 * trained
+    exp_allen_cahn.main([*flags, "--adaptive", "0.5", "--resume"])
+    assert f"sfli-gauss/fit rel_l2={fitted:.3e}" in capsys.readouterr().out
+    net = load(tmp_path / "allen_cahn/sfli-gauss/seed0/fit")
+    t, x, u = (torch.tensor(a) for a in reference(folder=kept))
+    mesh = torch.stack(torch.meshgrid(t, x, indexing="ij"), -1).reshape(-1, 2)
+    assert relative_l2(solution(net, True)(mesh)[:, 0], u.reshape(-1)) == pytest.approx(fitted, rel=1e-9)
 
 
 def test_paper_preset_is_the_table():
@@ -89,9 +178,9 @@ def test_paper_preset_is_the_table():
     assert want.items() <= PAPER.items() and GAMMA["gauss"] == math.sqrt(10) and exp_allen_cahn.CHUNKS == 32
     named = "allen_cahn", "", exp_allen_cahn.PRESETS
     args = exp_allen_cahn.parse_args(*named, ["--preset", "laptop"], exp_allen_cahn.flags)
-    assert args.optimizer == "ng" and args.arch == "mlp"
+    assert args.optimizer == "ng" and args.arch == "even" and args.kink and args.fit
     args = exp_allen_cahn.parse_args(*named, ["--preset", "laptop", "--all"], exp_allen_cahn.flags)
-    assert args.optimizer == "adam" and args.arch == "pirate"
+    assert args.optimizer == "adam" and args.arch == "pirate" and not args.kink and not args.fit
 
 
 def test_natural_gradient_solves_it(float64):
@@ -156,8 +245,12 @@ BAD = [
     ("--arch cnn", "--arch"),
     ("--layers 0", "--layers"),
     ("--initial 0", "--initial"),
-    ("--near 65", "--near"),
-    ("--near -1", "--near"),
+    ("--fit 100", "--fit"),
+    ("--fit 100 --optimizer ng", "--fit"),
+    ("--fit -1", "--fit"),
+    ("--adaptive 1", "--adaptive"),
+    ("--adaptive -1", "--adaptive"),
+    ("--time-weight nan", "--time-weight"),
     ("--ic-weight 0", "--ic-weight"),
 ]
 
