@@ -78,8 +78,8 @@ def main():
         rate = rows**2 * P / t["gram"] / (2 * 2048**3 / min(t["product by torch"], t["product by numpy"]))
         parts = " ".join(f"{t[k]:11.4f}" for k in ("jacobian", "gram", "solve", "line search"))
         print(f"{f'{rows} x {P}':>14} {parts}  {t['jacobian'] / t['gram']:16.2f}  {rate:13.0%}", flush=True)
-    libraries = ", ".join(f"{k} {2e-9 * 2048**3 / t[f'product by {k}']:.0f}" for k in ("torch", "numpy"))
-    print(f"products of 2048 x 2048, 10^9 operations per second: {libraries}; J J^T {1e-9 * rows**2 * P / t['gram']:.0f}")
+    speeds = {k: 2 * 2048**3 / t[f"product by {k}"] for k in ("torch", "numpy")} | {"J J^T": rows**2 * P / t["gram"]}
+    print("10^9 operations per second: " + ", ".join(f"{k} {v / 1e9:.0f}" for k, v in speeds.items()))
 
 
 if __name__ == "__main__":

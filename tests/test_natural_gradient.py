@@ -226,6 +226,21 @@ def test_inverse_problem(capsys):
     assert net.k.item() == pytest.approx(2.5, rel=1e-3)
 
 
+def test_the_check_of_the_jacobian(monkeypatch, capsys):
+    """An entry of J that is wrong by 1e-6 of its norm is found."""
+    right = natural_gradient.jacobian
+
+    def wrong(*args):
+        r, factor, J = right(*args)
+        J[3, 5] += 1e-6 * J.norm()
+        return r, factor, J
+
+    monkeypatch.setattr(natural_gradient, "jacobian", wrong)
+    net, batch, residuals = problem("allen_cahn", MLP, "gauss", None)
+    NaturalGradient(net, residuals).choose_jacobian(batch)
+    assert "row by row" in capsys.readouterr().out
+
+
 def test_gram_is_the_lower_triangle():
     for n in (1, 5, 8, 33):
         A = torch.randn(n, 11)
