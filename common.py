@@ -919,6 +919,8 @@ def gradient_of(problem, opt, compile):
     if problem.own_grad:
         raise Refused("compile: residuals that call torch.autograd.grad do not compile; use jet(), or no compile")
     options = dict(dynamic=False) | (compile if isinstance(compile, dict) else {})
+    if torch.__version__ >= "2.13":  # before it all runs of a process share a limit of variants, and then go uncompiled
+        options["isolate_recompiles"] = True
     problem.eager = lambda: torch.compiler.set_stance("force_eager")
     if problem.processes.count > 1:  # whose averages interrupt a compiled function
         problem.objective = torch.compile(problem.objective, **options)

@@ -216,7 +216,6 @@ def measure(name, problem, kind, C, steps):
     ranks = lambda: [eps_rank(net, points, measure=size) for net in nets]
     lr = dict(lr=2e-3, decay=0.1, every=steps)
     row = dict(problem=name, kind=kind, C=C, seeds=SEEDS, eps_rank_initial=ranks())
-    torch.compiler.reset()  # dynamo compiles a function only so many times
     start, diverged = time.perf_counter(), None
     try:
         train(nets, problem["sample"], problem["residuals"], steps, lr=Schedule(**lr), weights=problem.get("weights"),
