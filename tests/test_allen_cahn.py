@@ -1,7 +1,6 @@
 """Example 4.4: the reference against another integrator, the residual on a known function, the draws, SIGKILL."""
 
 import math
-import shutil
 import signal
 import subprocess
 import sys
@@ -107,23 +106,11 @@ def test_natural_gradient_solves_it(float64):
     assert history[0]["rel_l2"] > 0.5 and history[-1]["rel_l2"] < 1e-2
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    """A folder with the reference in it, computed once."""
-    folder = tmp_path_factory.mktemp("kept")
-    reference(folder=folder)
-    return folder
-
-
 @pytest.mark.usefixtures("side_by_side")
-@pytest.mark.parametrize(
-    "flags", ["--dtype float32", "--dtype float64", "--dtype float64 --optimizer ng"], ids=["float32", "float64", "ng"]
-)
-def test_sigkill_and_resume(flags, kept, tmp_path):
+@pytest.mark.parametrize("flags", ["--dtype float32", "--dtype float64 --optimizer ng"], ids=["adam", "ng"])
+def test_sigkill_and_resume(flags, tmp_path):
     """Killed in the middle and resumed: parameters and history of the undisturbed run, bit for bit."""
     steps = 60
-    for run in ("whole", "killed"):
-        shutil.copytree(kept, tmp_path / run / "allen_cahn")
     arguments = f"--sfli --at --preset smoke --no-plot --save-seconds 1e-9 --steps {steps} {flags} --out".split()
     start = lambda out, *more: subprocess.Popen([sys.executable, "exp_allen_cahn.py", *arguments, str(out), *more],
                                                 cwd=ROOT, stdout=subprocess.DEVNULL)  # fmt: skip

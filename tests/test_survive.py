@@ -70,11 +70,11 @@ def same(a, b):
 @pytest.mark.usefixtures("side_by_side")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_at_random_moments(number, tmp_path):
-    """Ten times by SIGKILL, three times by SIGTERM or SIGINT: in the end the parameters and the history of the
+    """Six times by SIGKILL, twice by SIGTERM or SIGINT: in the end the parameters and the history of the
     undisturbed run. The polite signals finish the step, save, and print the command that continues."""
     rng = random.Random(number)
     whole = start(tmp_path, "whole")  # side by side with the other
-    times, argv = 10 if number == signal.SIGKILL else 3, []
+    times, argv = 6 if number == signal.SIGKILL else 2, []
     for k in range(times):
         process = start(tmp_path, "cut", *argv)
         if not k:
