@@ -45,14 +45,15 @@ def test_reference_against_finite_differences():
 
 
 def test_reference_is_kept(tmp_path, monkeypatch, capsys):
-    t, x, u = reference(11, 64, tmp_path)
+    small = dict(nt=11, nx=64, folder=tmp_path, modes=512, steps=100)
+    t, x, u = reference(**small)
     assert (len(t), len(x), u.shape) == (11, 64, (11, 64)) and "at most" in capsys.readouterr().out
     assert np.allclose(u[0], x**2 * np.cos(np.pi * x))
     monkeypatch.setattr(exp_allen_cahn, "solve", None)
-    assert np.array_equal(reference(11, 64, tmp_path)[2], u)
+    assert np.array_equal(reference(**small)[2], u)
     monkeypatch.undo()
-    (tmp_path / "reference_11_64.npz").write_bytes(b"garbage")
-    assert np.array_equal(reference(11, 64, tmp_path)[2], u)
+    (tmp_path / "reference_11_64_512_100.npz").write_bytes(b"garbage")
+    assert np.array_equal(reference(**small)[2], u)
     with pytest.raises(ValueError, match="divide"):
         reference(12, 64)
 
