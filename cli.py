@@ -282,8 +282,6 @@ def settings_of(args, *skip):
 def training(args, folder, settings, steps=None):
     """What the flags say to train(); `steps` other than args.steps stretch the schedule."""
     stretch = (steps or args.steps) / args.steps
-    if args.compile == "on":
-        torch.compiler.reset()  # the runs of --all would fill the compiler's list of variants and end up uncompiled
     free = ("steps", "warmup", "decay_every")  # a run may be resumed with more steps
     save = Save(folder, {k: v for k, v in settings.items() if k not in free}, args.resume and has_checkpoint(folder),
                 args.save_seconds, args.save_steps)

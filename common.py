@@ -357,6 +357,8 @@ def jet(f, x, variables, derivatives):
 
 def _nested(f, x, eye, wanted, missing):
     """The same by one forward derivative inside the other: 2^n evaluations of f for order n."""
+    if not Jet.short_cuts:
+        raise NotImplementedError(missing)  # to kernels/natural_gradient.py, which takes another way then
     y = f(x)  # what is wrong with f itself raises here
     if isinstance(y, (tuple, list)):
         return tuple(_nested(lambda x, k=k: f(x)[k], x, eye, wanted, missing) for k in range(len(y)))
@@ -385,12 +387,10 @@ class Plan:
         channels  0: the value, 1: x, which is the group's first derivatives [2, B, n], 2: t-xx-yy
         leibniz   (a b)_2 = a b_2 + a_2 b - 2 a_1 b_1, where the product a_1 b_1 is summed over the group"""
 
-    group = staticmethod(lambda wanted, d: ({}, wanted))  # kernels/jets.py looks for groups
-
     def __init__(self, variables, derivatives, grad=False):
         number = {v: k for k, v in enumerate(variables.split())}
         self.wanted = [_parse(entry, number) for entry in re.sub(r"\s*([-+*/])\s*", r"\1", derivatives).split()]
-        groups, wanted = self.group(self.wanted, len(number))
+        groups, wanted = RULES["group"](self.wanted, len(number)) if "group" in RULES else ({}, self.wanted)
         single = {((s, 1),) for entry in wanted for term, _ in entry for s, _ in splits(term)}
         single |= {((term, 1),) for entry in wanted if len(entry) == 1 for term, _ in entry}
         sums = {entry for entry in wanted if not all(((term, 1),) in single for term, _ in entry)}
@@ -919,6 +919,8 @@ def gradient_of(problem, opt, compile):
     if problem.own_grad:
         raise Refused("compile: residuals that call torch.autograd.grad do not compile; use jet(), or no compile")
     options = dict(dynamic=False) | (compile if isinstance(compile, dict) else {})
+    if torch.__version__ >= "2.13":  # before it all runs of a process share a limit of variants, and then go uncompiled
+        options["isolate_recompiles"] = True
     problem.eager = lambda: torch.compiler.set_stance("force_eager")
     if problem.processes.count > 1:  # whose averages interrupt a compiled function
         problem.objective = torch.compile(problem.objective, **options)

@@ -84,19 +84,20 @@ def solve(n, steps, nt, nx):
     return np.stack(u)
 
 
-def reference(nt=201, nx=512, folder=None):
+def reference(nt=201, nx=512, folder=None, modes=4096, steps=800):
     """t [nt], x [nx], u [nt, nx]; x = 1 is left out, being x = -1. Kept in `folder`. Six seconds, and the change on
     halving the step and doubling the modes is printed: 4e-10."""
 
     def compute():
-        if 800 % (nt - 1) or 4096 % nx:
-            raise ValueError(f"reference: nt - 1 = {nt - 1} must divide 800 and nx = {nx} must divide 4096")
-        coarse, fine = solve(4096, 800, nt, nx), solve(8192, 1600, nt, nx)
-        print(f"reference: {nt} x {nx} points, 8192 modes, 1600 steps; half of both changes u by at most "
+        if steps % (nt - 1) or modes % nx:
+            raise ValueError(f"reference: nt - 1 = {nt - 1} must divide {steps} and nx = {nx} must divide {modes}")
+        coarse, fine = solve(modes, steps, nt, nx), solve(2 * modes, 2 * steps, nt, nx)
+        print(f"reference: {nt} x {nx} points, {2 * modes} modes, {2 * steps} steps; half of both changes u by at most "
               f"{np.abs(coarse - fine).max():.0e}")
         return {"t": np.linspace(0, 1, nt), "x": -1 + 2 * np.arange(nx) / nx, "u": fine}
 
-    data = cached(folder, f"reference_{nt}_{nx}", {"t": (nt,), "x": (nx,), "u": (nt, nx)}, compute)
+    shapes = {"t": (nt,), "x": (nx,), "u": (nt, nx)}
+    data = cached(folder, f"reference_{nt}_{nx}" + (f"_{modes}_{steps}" if modes < 4096 else ""), shapes, compute)
     return data["t"], data["x"], data["u"]
 
 
@@ -244,8 +245,8 @@ def fit(args):
     points = grid(OMEGA, 50).to(args.device)  # for the eps-rank
     embed = Harmonics() if args.arch == "even" else Periodic(2, PERIODS)
     gamma = gamma_of(args, GAMMA, OMEGA, points, volume(OMEGA), embed)
-    t, x, u = (torch.as_tensor(a, dtype=torch.get_default_dtype()) for a in
-               reference(folder=folder_of(args)))
+    small = dict(nt=11, nx=64, modes=512, steps=100) if args.preset == "smoke" else {}
+    t, x, u = (torch.as_tensor(a, dtype=torch.get_default_dtype()) for a in reference(folder=folder_of(args), **small))
     mesh = torch.stack(torch.meshgrid(t, x, indexing="ij"), -1).to(args.device)  # [201, 512, 2]
     test, u_test, seen = mesh.reshape(-1, 2), u.reshape(-1).to(args.device), []
 

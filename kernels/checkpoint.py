@@ -86,7 +86,8 @@ def read_checkpoint(folder):
                 raise KeyError(*missing)
             break
         except Exception as e:
-            errors.append(f"{file} cannot be read ({type(e).__name__})")
+            which = f": {e}" if isinstance(e, KeyError) else ""
+            errors.append(f"{file} cannot be read ({type(e).__name__}{which})")
     else:
         raise Refused(f"resume: {errors[0]}; train without resume")
     if errors:

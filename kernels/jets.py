@@ -10,7 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from common import RULES, Jet, Plan, Refused, _as_jet, _plan, _plus, _pointwise, _scale, _summed
+from common import RULES, Jet, Refused, _as_jet, _plan, _plus, _pointwise, _scale, _summed
 
 value = lambda a: a.channels[0] if isinstance(a, Jet) else a
 of_values = lambda op: lambda *args, **kwargs: op(*map(value, args), **kwargs)
@@ -70,9 +70,16 @@ def gelu(a, approximate="none"):
 
 
 def power(a, p):
-    if isinstance(p, (int, float)):
-        return basic_pow(a, p)
-    return torch.exp(p * (math.log(a) if isinstance(a, (int, float)) else torch.log(a)))
+    if isinstance(p, Jet):
+        return torch.exp(p * (math.log(a) if isinstance(a, (int, float)) else torch.log(a)))
+
+    def taylor(z, order):
+        factors = [torch.ones_like(p)]
+        for k in range(order):
+            factors.append(factors[-1] * (p - k))
+        return [m * z ** torch.where(m == 0, 0, p - k) for k, m in enumerate(factors)]
+
+    return _pointwise(taylor, a) if isinstance(p, torch.Tensor) else basic_pow(a, p)
 
 
 basic_pow, bell = RULES["pow"], lambda z: torch.exp(-z * z) * (2 / math.sqrt(math.pi))
@@ -268,6 +275,5 @@ def by_unit_vectors(square, x, w, b):
 
 
 basic_matmul = RULES["matmul"]
-RULES.update(matmul=matmul, by_unit_vectors=by_unit_vectors)
+RULES.update(matmul=matmul, by_unit_vectors=by_unit_vectors, group=group)
 Jet.__matmul__, Jet.__rmatmul__ = matmul, lambda a, b: matmul(b, a)
-Plan.group = staticmethod(group)

@@ -1,10 +1,13 @@
 import inspect
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-import torch
+os.environ["OMP_NUM_THREADS"] = "1"  # the networks here are small: a second thread would only wait, and twice as long
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -26,15 +29,14 @@ def float64():
 @pytest.fixture(scope="module")
 def side_by_side(request, tmp_path_factory):
     """For tests that wait for processes of their own: those of a file that use this fixture run two at a time, each in
-    a thread, from the first of them on; each process has one core. {test: its future}"""
+    a thread, from the first of them on. {test: its future}"""
 
     def start(test):
         known = getattr(getattr(test, "callspec", None), "params", {}) | {"tmp_path": tmp_path_factory.mktemp("test")}
         return pool.submit(test.function, **{k: known[k] if k in known else request.getfixturevalue(k)
                                              for k in inspect.signature(test.function).parameters})  # fmt: skip
 
-    with ThreadPoolExecutor(2) as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
+    with ThreadPoolExecutor(2) as pool:
         yield {test.nodeid: start(test) for test in request.session.items
                if test.path == request.path and "side_by_side" in test.fixturenames}  # fmt: skip
 

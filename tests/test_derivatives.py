@@ -16,6 +16,7 @@ import common
 from cli import FourierFeatures
 from common import KINDS, MLP, ModifiedMLP, Periodic, PirateNet, Plan, Refused, ResNet, jet, sfli, uniform
 from kernels import jets  # noqa: F401  jet would read it at its first call; Plan alone would not
+from kernels.natural_gradient import Tape
 
 DOMAIN = [(0, 1), (-1, 1), (-2, 1)]
 NETS = [MLP, ResNet, ModifiedMLP, PirateNet]
@@ -147,7 +148,8 @@ ELEMENTWISE = {
     **{repr(m): (m, around) for m in (
         nn.GELU("tanh"), nn.Softplus(2.0, 30.0), nn.ELU(0.7), nn.CELU(0.5), nn.LeakyReLU(0.2), nn.PReLU(4).double(),
         nn.RReLU().eval(), nn.Hardtanh(-0.5, 0.7), nn.Threshold(0.1, 0.2), nn.Softshrink(0.3), nn.Tanh())},
-    "powers": (lambda z: z**-1.5 + z**0.3 + torch.pow(z, 3) + z ** C + 2**z + C**z + z**z, inside),
+    "powers": (lambda z: z**-1.5 + z**0.3 + torch.pow(z, 3) + z**C + 2**z + C**z + z**z, inside),
+    "powers of any sign": (lambda z: z**3 + z ** torch.arange(4) + z ** torch.tensor(2.0) + (z - z) ** 2, around),
     "quotients": (lambda z: 1 / z + C / (1 + z) + z / C + z / 3 + z / (z * z + 1) - (1 - z) * (C - z), inside),
 }  # fmt: skip
 
@@ -209,7 +211,7 @@ SHAPES = {
     "like": lambda z: z * torch.ones_like(z) + torch.zeros_like(z) + torch.full_like(z, 2.0) * z * z,
     "comparisons": lambda z: z * (z > 0) + z * z * (z <= 0) + (z == 0) * z + (z != 0) * torch.sin(z) + (C < z) * z**3,
     "methods": lambda z: z.tanh() + z.sin() * z.exp() + z.square() + z.sigmoid().sqrt() + (z * z + 1).log() + z.relu()
-    + z.pow(3) + z.neg().mul(2).add(1).div(3).sub(z) + z.double().contiguous().abs(),
+    + z.pow(3) + z.neg().mul(2).add(1).div(3).sub(z) + z.double().contiguous().abs() * F.tanh(z) * F.sigmoid(z),
     "attributes": lambda z: z * z.shape[0] + z.size(1) * z.dim() + len(z) * z.ndim * z
     + torch.ones(z.shape[0], 1, dtype=z.dtype, device=z.device) * z**2 + 0 * z.requires_grad,
     "detach": lambda z: z * z.detach() + z,
@@ -409,6 +411,13 @@ def test_nested_autograd_in_tuples_and_transforms():
     twice = {k: torch.stack([v.detach(), v.detach()]) for k, v in params.items()}
     stacked = torch.func.vmap(torch.func.grad(loss))(twice, torch.stack([x, x]))
     assert all(torch.allclose(a[1], b, rtol=1e-10) for a, b in zip(stacked.values(), want))
+
+
+def test_nested_autograd_is_not_for_the_tape_of_natural_gradient():
+    """It would record tensors of a transform; told so, natural gradient takes torch.func."""
+    with Tape(), pytest.raises(NotImplementedError, match="no rule for conv1d"):
+        jet(FALLBACKS["conv1d"], torch.rand(3, 2), "x y", "x")
+    assert common.Jet.short_cuts
 
 
 def test_layer_norm_in_nested_autograd():

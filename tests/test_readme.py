@@ -46,7 +46,7 @@ def test_readme_command(command, tmp_path):
             argv[at:end] = ["--dims", "5"]
         elif "exp_high_dim" in command or "exp_parabolic" in command:
             argv += ["--dims", "5"]
-        argv += ["--preset", "smoke", "--out", str(tmp_path), "--no-plot"]
+        argv += ["--preset", "smoke", "--out", str(tmp_path), *([] if "basis" in command else ["--no-plot"])]
     elif "tests/" in command:
         argv = [*argv[:2], "--smoke" if "bench_ng" in command else "--help"]
     if argv[0] == "torchrun":

@@ -41,12 +41,18 @@ print("done", flush=True)
 """
 
 
+def listen():
+    """In a process about to start: signals act as in a terminal, also where the tests themselves run under nohup."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start(folder, run, *argv):
     """folder / driver.py, training into folder / run."""
     driver = folder / "driver.py"
     driver.write_text(DRIVER.format(root=str(ROOT)))
     process = subprocess.Popen([sys.executable, str(driver), str(folder / run), *argv], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=listen)  # fmt: skip
     assert process.stdout.readline() == "go\n", process.communicate()[1]
     return process
 
@@ -64,11 +70,11 @@ def same(a, b):
 @pytest.mark.usefixtures("side_by_side")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_at_random_moments(number, tmp_path):
-    """Ten times by SIGKILL, three times by SIGTERM or SIGINT: in the end the parameters and the history of the
+    """Six times by SIGKILL, twice by SIGTERM or SIGINT: in the end the parameters and the history of the
     undisturbed run. The polite signals finish the step, save, and print the command that continues."""
     rng = random.Random(number)
     whole = start(tmp_path, "whole")  # side by side with the other
-    times, argv = 10 if number == signal.SIGKILL else 3, []
+    times, argv = 6 if number == signal.SIGKILL else 2, []
     for k in range(times):
         process = start(tmp_path, "cut", *argv)
         if not k:
@@ -115,7 +121,8 @@ def test_script_prints_the_command_that_continues(tmp_path):
 
 
 def script(*argv, **options):
-    return subprocess.Popen([sys.executable, *map(str, argv)], cwd=ROOT, text=True, stderr=subprocess.PIPE, **options)
+    options = dict(stderr=subprocess.PIPE, preexec_fn=listen) | options
+    return subprocess.Popen([sys.executable, *map(str, argv)], cwd=ROOT, text=True, **options)
 
 
 @pytest.mark.usefixtures("side_by_side")
@@ -125,7 +132,10 @@ def test_interrupted_before_training(seconds, tmp_path):
     process = script("exp_ldc.py", "--sfli", "--out", tmp_path / "out", stdout=subprocess.PIPE)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    err = process.communicate(timeout=60)[1]
+    try:
+        err = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
     assert process.returncode == 130 and err.count("\n") == 1 and "interrupted" in err
     assert not (tmp_path / "out").exists()
 
