@@ -32,15 +32,14 @@ OMEGA = [(0.0, 1.0), (-1.0, 1.0)]  # t, x
 GAMMA = {"gauss": math.sqrt(10), "tanh": 8.0, "cos": 10.0}  # the paper uses gauss; others from Example 4.1
 # Table 4. It does not say how many initial points: 512, as in jaxpi, which the paper follows.
 PAPER = dict(steps=300_000, batch=8192, initial=512, ic_weight=1.0, arch="pirate", layers=3, width=256, lr=1e-3,
-             warmup=5000, decay=0.9, decay_every=5000, optimizer="adam", kink=False, time_weight=0.0, fit=0,
-             adaptive=0.0)
+             warmup=5000, decay=0.9, decay_every=5000, optimizer="adam", kink=False, time_weight=0.0, fit=0)
 # On a CPU natural gradient with a small network; --all keeps the paper's method, scaled down. There the weight 100
 # keeps Adam out of the state u = 0, in which it stays for 5000 steps with weight 1, with and without SFLI.
 ABLATION = PAPER | dict(steps=12_000, batch=1024, initial=256, ic_weight=100.0, layers=2, width=128, warmup=500,
                         decay_every=1000)
 NATURAL = dict(steps=200, batch=1024, arch="even", layers=4, width=50, kink=True, time_weight=4.0, fit=10_000,
                optimizer="ng")
-FIT = dict(arch="fitted", steps=3, damping=1e-13, adaptive=0.0)  # linear least squares: the step in full
+FIT = dict(arch="fitted", steps=3, damping=1e-13)  # linear least squares: the step in full
 PRESETS = {
     "paper": PAPER,
     "laptop": ABLATION | dict(optimizer="ng", all=ABLATION, ng=NATURAL),
@@ -157,13 +156,6 @@ def spread(generator, batch):
     return {"x": x[x[:, 0].argsort()]}
 
 
-def adaptive(batch, r, n, K, generator):
-    """n of the points batch["x"], drawn with a density in proportion to 1 + K |r| / mean |r|, in their order."""
-    density = 1 + K * r.abs() / r.abs().mean()
-    chosen = torch.multinomial(density, n, generator=generator).sort().values
-    return batch | {"x": batch["x"][chosen]}
-
-
 # Networks ----------------------------------------------------------------------------------------
 
 
@@ -223,23 +215,6 @@ def name(args):
     return "-".join(filter(None, ["at" if args.at else "", first])) or "baseline"
 
 
-def sampler(args, residuals, seen):
-    """sample(generator) for run(); with --adaptive it looks at the residuals of the network in `seen`, at ten times as
-    many points as it returns."""
-
-    def sample(generator):
-        n = args.batch * (10 if args.adaptive else 1)
-        even = args.arch in ("even", "fitted")
-        batch = spread(generator, n) if even else draw(generator, n, args.initial)
-        if not args.adaptive:
-            return batch
-        with torch.no_grad():
-            r = residuals(seen[0], batch)["res"] if seen else torch.ones(n)
-        return adaptive(batch, r, args.batch, args.adaptive, generator)
-
-    return sample
-
-
 def fit(args):
     """Train one configuration; -> history and the prediction on the grid of the reference."""
     points = grid(OMEGA, 50).to(args.device)  # for the eps-rank
@@ -248,16 +223,15 @@ def fit(args):
     small = dict(nt=11, nx=64, modes=512, steps=100) if args.preset == "smoke" else {}
     t, x, u = (torch.as_tensor(a, dtype=torch.get_default_dtype()) for a in reference(folder=folder_of(args), **small))
     mesh = torch.stack(torch.meshgrid(t, x, indexing="ij"), -1).to(args.device)  # [201, 512, 2]
-    test, u_test, seen = mesh.reshape(-1, 2), u.reshape(-1).to(args.device), []
-
-    def equation(net, batch):
-        seen[:] = [net]
-        return residuals(net, batch, args.kink, args.time_weight)
+    test, u_test = mesh.reshape(-1, 2), u.reshape(-1).to(args.device)
+    equation = lambda net, batch: residuals(net, batch, args.kink, args.time_weight)
+    evaluate = lambda net: {"rel_l2": relative_l2(solution(net, args.kink)(test)[:, 0], u_test)}
 
     def train(args, **options):
         recipe = network(args, OMEGA, gamma, periods=PERIODS, rwf=(1.0, 0.1) if args.at else None)
-        evaluate = lambda net: {"rel_l2": relative_l2(solution(net, args.kink)(test)[:, 0], u_test)}
-        return run(args, recipe, sampler(args, equation, seen), equation, evaluate, points, volume(OMEGA), **options)
+        even = args.arch in ("even", "fitted")
+        sample = lambda g: spread(g, args.batch) if even else draw(g, args.batch, args.initial)
+        return run(args, recipe, sample, equation, evaluate, points, volume(OMEGA), **options)
 
     options = {} if args.kink else dict(weights={"ic": args.ic_weight})
     options |= dict(weighting="ntk", causal=dict(terms=["res"], tol=1.0, chunks=CHUNKS)) if args.at else {}
@@ -336,8 +310,6 @@ def flags(cli):
     cli.add_argument("--time-weight", type=not_negative, metavar="RATE", help="the equation at t counts e^(-RATE t)")
     cli.add_argument("--fit", type=natural, metavar="POINTS",
                      help="at the end fit output weights that vary with t and x, at so many points; 0: none")
-    cli.add_argument("--adaptive", type=not_negative, metavar="K",
-                     help="points in proportion to 1 + K |r| / mean |r|; 0: evenly")
 
 
 @answered()
@@ -347,8 +319,6 @@ def main(argv=None):
         fail("--all runs with and without AT; drop --at")
     if args.fit and (args.optimizer != "ng" or args.arch != "even"):
         fail("--fit is natural gradient on an even network; add --optimizer ng --arch even, or use --fit 0")
-    if args.adaptive and args.optimizer != "ng":
-        fail("--adaptive belongs to natural gradient; add --optimizer ng, or drop it")
     if args.at or args.all:
         check_chunks(args, CHUNKS)
     choices = [dict(at=at, sfli=kind) for at in (False, True) for kind in (None, "gauss")]

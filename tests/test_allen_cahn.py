@@ -17,7 +17,7 @@ from conftest import ROOT
 import exp_allen_cahn
 from cli import load, relative_l2
 from common import MLP, Periodic, sfli, train
-from exp_allen_cahn import (GAMMA, OMEGA, PAPER, Even, Fitted, adaptive, draw, known, reference, residuals, solution,
+from exp_allen_cahn import (GAMMA, OMEGA, PAPER, Even, Fitted, draw, known, reference, residuals, solution,
                             solve, spread)
 
 
@@ -116,20 +116,13 @@ def test_the_kink_is_subtracted():
     assert bend(u)[0] > 1000 and bend(rest).max() < 60 and bend(rest)[:100].max() < bend(rest).max()
 
 
-def test_even_points_and_adaptive_ones(float64):
+def test_even_points():
     """spread(): in the half domain, sorted by time, in each of 100 boxes 10 of 1000 points to within 4 (independent
-    points: up to 10 more). adaptive(): points keep their order, density 1 + K |r| / mean |r| to within 5 deviations."""
-    g = torch.Generator().manual_seed(0)
-    x = spread(g, 1000)["x"]
+    points: up to 10 more)."""
+    x = spread(torch.Generator().manual_seed(0), 1000)["x"]
     assert x.min() >= 0 and x.max() < 1 and (x[:, 0].diff() >= 0).all()
     boxes = torch.bincount((10 * x).long() @ torch.tensor([10, 1]), minlength=100)
     assert (boxes - 10).abs().max() <= 4
-    r = torch.cat([torch.zeros(5000), -2 * torch.ones(5000)])  # mean |r| = 1: densities 1 and 1 + 3 * 2
-    batch = {"x": torch.arange(10_000.0)[:, None] * torch.ones(2), "x0": torch.ones(3)}
-    chosen = adaptive(batch, r, 800, 3.0, g)
-    assert (chosen["x"][:, 0].diff() > 0).all() and chosen["x0"] is batch["x0"] and len(chosen["x"]) == 800
-    share = (chosen["x"][:, 0] >= 5000).double().mean().item()
-    assert abs(share - 7 / 8) < 5 * math.sqrt(7 / 64 / 800) + 0.01  # drawn without return: a little below
 
 
 def test_networks_that_are_even_and_fitted(float64):
@@ -153,21 +146,21 @@ def test_networks_that_are_even_and_fitted(float64):
     assert (values[1] - values[0]).abs().max() > 1 and torch.allclose(values[2] - values[1], values[1] - values[0])
 
 
-def test_fit_after_training(kept, tmp_path, capsys):
+def test_fit_after_training(tmp_path, capsys):
     """A small network, 40 steps and the fit: a percent, then a tenth of that; resumed, nothing is left to do; load()
     gives the fitted network."""
-    shutil.copytree(kept, tmp_path / "allen_cahn")
     flags = ("--sfli --preset smoke --optimizer ng --arch even --kink --time-weight 4 --layers 3 --width 20 --batch 300 "
              f"--steps 40 --fit 3000 --no-plot --out {tmp_path}").split()
-    exp_allen_cahn.main([*flags, "--adaptive", "0.5"])
+    exp_allen_cahn.main(flags)
     results = [json.loads((tmp_path / f"allen_cahn/sfli-gauss/seed0/{part}result.json").read_text())
                for part in ("", "fit/")]  # fmt: skip
     trained, fitted = (r["rel_l2_mean"] for r in results)
     assert trained < 3e-2 and fitted < 0.1 * trained
-    exp_allen_cahn.main([*flags, "--adaptive", "0.5", "--resume"])
+    exp_allen_cahn.main([*flags, "--resume"])
     assert f"sfli-gauss/fit rel_l2={fitted:.3e}" in capsys.readouterr().out
     net = load(tmp_path / "allen_cahn/sfli-gauss/seed0/fit")
-    t, x, u = (torch.tensor(a) for a in reference(folder=kept))
+    small = dict(nt=11, nx=64, modes=512, steps=100)
+    t, x, u = (torch.tensor(a) for a in reference(folder=tmp_path / "allen_cahn", **small))
     mesh = torch.stack(torch.meshgrid(t, x, indexing="ij"), -1).reshape(-1, 2)
     assert relative_l2(solution(net, True)(mesh)[:, 0], u.reshape(-1)) == pytest.approx(fitted, rel=1e-9)
 
@@ -236,8 +229,6 @@ BAD = [
     ("--fit 100", "--fit"),
     ("--fit 100 --optimizer ng", "--fit"),
     ("--fit -1", "--fit"),
-    ("--adaptive 1", "--adaptive"),
-    ("--adaptive -1", "--adaptive"),
     ("--time-weight nan", "--time-weight"),
     ("--ic-weight 0", "--ic-weight"),
 ]
