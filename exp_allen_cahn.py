@@ -37,9 +37,9 @@ PAPER = dict(steps=300_000, batch=8192, initial=512, ic_weight=1.0, arch="pirate
 # keeps Adam out of the state u = 0, in which it stays for 5000 steps with weight 1, with and without SFLI.
 ABLATION = PAPER | dict(steps=12_000, batch=1024, initial=256, ic_weight=100.0, layers=2, width=128, warmup=500,
                         decay_every=1000)
-NATURAL = dict(steps=200, batch=1024, arch="even", layers=4, width=50, kink=True, time_weight=4.0, fit=10_000,
+NATURAL = dict(steps=300, batch=1024, arch="even", layers=4, width=50, kink=True, time_weight=4.0, fit=20_000,
                optimizer="ng")
-FIT = dict(arch="fitted", steps=3, damping=1e-13)  # linear least squares: the step in full
+FIT = dict(arch="fitted", steps=5, damping=1e-13)  # linear least squares: the step in full
 PRESETS = {
     "paper": PAPER,
     "laptop": ABLATION | dict(optimizer="ng", all=ABLATION, ng=NATURAL),
