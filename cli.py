@@ -365,6 +365,16 @@ def result_of(args, history, seeds, gamma, paper):
         "dtype": args.dtype, "torch": torch.__version__, "commit": commit(), "argv": args.argv, "gamma": gamma,
         "paper": paper, "processes": world()[1]}
 
+def lattice(d, n, generator):
+    """[n, d] in the unit cube: multiples of 1/p, .., 1/p^d modulo 1 with p^(d+1) = p + 1, shifted at random. They leave
+    smaller holes than independent points, so that the mean of a smooth function over them varies less."""
+    p = 2.0
+    for _ in range(60):
+        p = (1 + p) ** (1 / (d + 1))
+    shift = torch.rand(d, generator=generator, device=generator.device)
+    k = torch.arange(n, device=generator.device, dtype=torch.float64)[:, None]
+    return ((k * p ** -torch.arange(1, d + 1, device=generator.device) + shift) % 1).to(shift)
+
 def relative_l2(y, f):
     return (torch.linalg.norm(y - f) / torch.linalg.norm(f)).item()
 

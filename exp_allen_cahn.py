@@ -20,8 +20,8 @@ import math
 
 # First: from here on Ctrl-C is answered in one line.
 from cli import (ARCHITECTURES, answered, cached, check_chunks, configurations, curve, fail, figure, figure_folder,
-                 folder_of, gamma_of, natural, network, number, parse_args, positive, relative_l2, run, run_folder,
-                 save_figure)
+                 folder_of, gamma_of, lattice, natural, network, number, parse_args, positive, relative_l2, run,
+                 run_folder, save_figure)
 from common import MLP, Dense, Periodic, grid, jet, uniform, volume
 
 import numpy as np
@@ -150,11 +150,8 @@ def draw(generator, batch, initial):
 
 
 def spread(generator, batch):
-    """`batch` points with x >= 0, for an even network, of a lattice without end (multiples of 1 / p and 1 / p^2 with
-    p^3 = p + 1), shifted at random, sorted by time: they leave smaller holes than independent ones."""
-    shift = torch.rand(2, generator=generator, device=generator.device)
-    step = torch.tensor([0.7548776662466927, 0.5698402909980532], device=generator.device)
-    x = (torch.arange(batch, device=generator.device)[:, None] * step + shift) % 1
+    """`batch` points of a lattice with x >= 0, for an even network, sorted by time."""
+    x = lattice(2, batch, generator)
     return {"x": x[x[:, 0].argsort()]}
 
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 # First: from here on Ctrl-C is answered in one line.
 from cli import (answered, begin, cached, check_chunks, configurations, fail, figure, figure_folder, folder_of,
-                 gamma_of, network, parse_args, positive, relative_l2, run, run_folder, save_figure, settings_of, world,
-                 write_json, write_rows)
+                 gamma_of, lattice, network, parse_args, positive, relative_l2, run, run_folder, save_figure,
+                 settings_of, world, write_json, write_rows)
 from common import Periodic, jet, uniform, volume
 
 import numpy as np
@@ -232,18 +232,16 @@ def residuals(formulation, hard_ic, rate=1.0):
 
 
 def draw(generator, args, omega, known):
-    """Uniform points sorted by time and, among the grid's, those of the initial losses; or with --hard-ic any time
-    at points of the grid, where the initial fields are known."""
-
-    def of_grid(n):
-        k = torch.randint(len(known["x"]), (n,), generator=generator, device=generator.device)
-        return {key: value[k] for key, value in known.items()}
-
+    """Uniform points sorted by time and, among the grid's, those of the initial losses; or with --hard-ic a lattice
+    with its points in space moved to the grid's, where the initial fields are known."""
     if args.hard_ic:
-        at = of_grid(args.batch)
-        return at | {"x": torch.cat([uniform(omega[:1], args.batch, generator).to(at["x"]), at["x"]], 1)}
-    x, at = uniform(omega, args.batch, generator), of_grid(args.initial)
-    return {"x": x[x[:, 0].argsort()], "x0": F.pad(at["x"], (1, 0)), "q0": at["00"]}
+        z = lattice(3, args.batch, generator)
+        i, j = (z[:, 1:] * GRID).long().clamp(max=GRID - 1).unbind(1)
+        at = {key: value[i * GRID + j] for key, value in known.items()}
+        return at | {"x": torch.cat([z[:, :1].to(at["x"]), at["x"]], 1)}
+    x = uniform(omega, args.batch, generator)
+    k = torch.randint(len(known["x"]), (args.initial,), generator=generator, device=generator.device)
+    return {"x": x[x[:, 0].argsort()], "x0": F.pad(known["x"][k], (1, 0)), "q0": known["00"][k]}
 
 
 # Train and evaluate ------------------------------------------------------------------------------

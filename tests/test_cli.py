@@ -297,3 +297,16 @@ def test_each_process_has_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: seen.append(backend))
     monkeypatch.setattr(process.atexit, "register", lambda f: None)
     assert process.choose_device("auto") == "cuda:2" and seen == ["cuda:2", "nccl"]
+
+
+@pytest.mark.parametrize("d", [1, 2, 3])
+def test_lattice(d, float64):
+    """In the unit cube; shifted at random; the mean of a smooth function over 1000 points is four times closer than
+    independent points bring it."""
+    f = lambda x: torch.cos(2 * torch.pi * x).prod(1) + x.prod(1)
+    g = torch.Generator().manual_seed(0)
+    draws = [cli.lattice(d, 1000, g) for _ in range(20)]
+    assert draws[0].shape == (1000, d) and all(0 <= x.min() and x.max() <= 1 for x in draws)
+    off = torch.stack([f(x).mean() - 0.5**d for x in draws]).square().mean().sqrt()
+    alone = torch.stack([f(torch.rand(1000, d)).mean() - 0.5**d for _ in range(20)]).square().mean().sqrt()
+    assert 0 < off < 0.25 * alone
