@@ -120,6 +120,8 @@ def resolve_preset(args, presets):
         preset |= dict(lr=1.0, warmup=0, decay=1.0, dtype="float64", damping=1e-3, momentum=0.0) | of_ng
     elif args.damping or args.momentum is not None:
         fail("--damping and --momentum belong to natural gradient; add --optimizer ng")
+    if (getattr(args, "arch", None) or preset["arch"]) != "mlp":
+        preset["first"] = None
     for key in ("warmup", "decay_every"):
         preset[key] *= (args.steps or preset["steps"]) / preset["steps"]
     for key, value in preset.items():

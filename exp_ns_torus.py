@@ -42,8 +42,9 @@ PAPER = dict(steps=100_000, batch=4096, initial=4096, windows=5, arch="modified"
              decay=0.9, decay_every=2000, optimizer="adam", formulation="uv", hard_ic=False, warm=False, fade=None)
 PRESETS = {
     "paper": PAPER,
-    "laptop": PAPER | dict(steps=9000, batch=1024, windows=40, arch="mlp", layers=4, width=64, lr=2e-2, warmup=100,
-                           decay_every=360, optimizer="soap", formulation="psi", hard_ic=True, fade=5.0,
+    "laptop": PAPER | dict(steps=5000, batch=1024, windows=40, arch="mlp", layers=4, width=64, first=256, lr=2e-2,
+                           warmup=100, decay=0.85, decay_every=200, optimizer="soap", formulation="psi", hard_ic=True,
+                           warm=True, fade=5.0,
                            ng=dict(steps=100, batch=600, layers=3, decay=0.9, decay_every=5, fade=None)),
     "smoke": PAPER | dict(steps=4, batch=32, initial=16, windows=2, layers=1, width=8, decay_every=2),
 }

@@ -301,3 +301,12 @@ def test_steps_fade_over_the_windows(tmp_path):
     rows = (tmp_path / "ns_torus/baseline/seed0/window1/history.csv").read_text().splitlines()
     assert rows[-1].split(",")[0] == str(steps[0])
     exp_ns_torus.main([*line, "--out", str(tmp_path), "--resume"])
+
+
+def test_laptop_preset(tmp_path):
+    """A wide first layer and warm windows; the first layer of another architecture keeps its width."""
+    parse = lambda *argv: exp_ns_torus.parse_args("ns_torus", "", exp_ns_torus.PRESETS, ["--preset", "laptop", *argv],
+                                                  exp_ns_torus.flags)  # fmt: skip
+    args = parse("--sfli")
+    assert args.first == 256 and args.warm and args.hard_ic and args.width == 64
+    assert parse("--arch", "modified").first is None and not parse("--no-warm").warm
