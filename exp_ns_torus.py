@@ -9,11 +9,13 @@
 
 Time is cut into windows. Each has a network of its own, whose initial values are the last one's prediction at the end
 of its window, as a Fourier series of 65 x 65 modes. rel_l2 is the relative L2 error of w on a 64 x 64 grid.
-Laptop: 40 windows, the early ones with more steps (--fade), exact initial values (--hard-ic) and a network for stream
-function and vorticity (--formulation psi, u = psi_y, v = -psi_x) by SOAP.
-Paper, error of w at T = 10: 8.99e-2 with SFLI, 2.96e-1 without. Ours, preset laptop, seed 0: 1.65e-1 with SFLI,
-2.17e-1 without.
-Minutes on one CPU core: preset laptop 78 with SFLI, 74 without; smoke seconds; paper not timed (a GPU is meant).
+Laptop: 40 windows, each from the last one's network (--warm), the early ones with more steps (--fade), 256 neurons in
+the first layer and 64 in the others (--first), exact initial values (--hard-ic) and a network for stream function and
+vorticity (--formulation psi, u = psi_y, v = -psi_x) by SOAP.
+Paper, error of w at T = 10: 8.99e-2 with SFLI, 2.96e-1 without. Ours, seed 0: 1.65e-1 with SFLI, 2.17e-1 without, both
+with --first 64 --no-warm --steps 9000; the preset as it is has not been run up to T = 10.
+Minutes on one CPU core: these 78 and 74; preset laptop about 85 by its first windows; smoke seconds; paper not timed (a
+GPU is meant).
 The initial vorticity in data/ is that of the paper, regenerated from jaxpi's recipe (maximal speed 3, log-normal
 spectrum at k = 2, JAX key 0) and stored as Fourier modes: w = 2 Re sum_j c_j exp(i k_j . x), |k| <= 32.
 """
