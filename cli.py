@@ -182,7 +182,7 @@ def networks(recipe, seeds, device):
 
 def load(folder, seed=None, device="cpu"):
     """The trained network of a run's folder, of `seed` where it has several; its box is net.domain. Those of the torus
-    stand for what exp_ns_torus.ansatz() makes of them."""
+    stand for what exp_ns_torus.ansatz() makes of them, with --kink for exp_allen_cahn.solution(net, True)."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
         recipe, seeds = config["network"], config["seeds"]
@@ -190,6 +190,8 @@ def load(folder, seed=None, device="cpu"):
         raise Refused(f"folder: {folder} has no config.json of a run ({e}); give OUT/experiment/config/seed") from None
     if seed is not None and seed not in seeds or seed is None and len(seeds) > 1:
         raise Refused(f"seed: {seed} is not there; choose one of {seeds}")
+    if recipe["arch"] not in ARCHITECTURES:
+        importlib.import_module(f"exp_{config['experiment']}")  # which has this network
     saved = read_checkpoint(folder)
     at = 0 if seed is None else seeds.index(seed)
     net = build(recipe).to(getattr(torch, config["dtype"]))

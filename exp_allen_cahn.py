@@ -167,10 +167,11 @@ class Harmonics(nn.Module):
 
 
 class Even(MLP):
-    """MLP of these, even in x and of period 2 as u is."""
+    """MLP of these, or with --fourier of random features of these, even in x and of period 2 as u is."""
 
     def __init__(self, d, n, L, out=1, rwf=None, embed=None, first=None):
-        super().__init__(3, n, L, out, rwf, Harmonics(), first)
+        features = list(embed)[1:] if isinstance(embed, nn.Sequential) else []  # of cli.build(), behind Periodic
+        super().__init__(d, n, L, out, rwf, nn.Sequential(Harmonics(), *features), first)
 
 
 class Fitted(Even):

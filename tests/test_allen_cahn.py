@@ -15,8 +15,8 @@ from scipy.integrate import solve_ivp
 from conftest import ROOT
 
 import exp_allen_cahn
-from cli import load, relative_l2
-from common import MLP, Periodic, sfli, train
+from cli import build, load, relative_l2
+from common import MLP, FourierFeatures, Periodic, sfli, train
 from exp_allen_cahn import (GAMMA, OMEGA, PAPER, Even, Fitted, draw, known, reference, residuals, solution,
                             solve, spread)
 
@@ -146,6 +146,18 @@ def test_networks_that_are_even_and_fitted(float64):
     assert (values[1] - values[0]).abs().max() > 1 and torch.allclose(values[2] - values[1], values[1] - values[0])
 
 
+def test_fourier_features_of_an_even_network(float64):
+    """--fourier takes effect there too."""
+    recipe = dict(omega=OMEGA, gamma=None, out=1, periods=exp_allen_cahn.PERIODS, rwf=None, layers=2, width=6, first=None,
+                  sfli=None, C=None)  # fmt: skip
+    x, mirror = points(20), torch.tensor([1.0, -1.0])
+    for arch in ("even", "fitted"):
+        net = build(recipe | dict(arch=arch, fourier=2.0))
+        assert isinstance(net.embed[1], FourierFeatures) and net.first[0].in_features == 6
+        assert torch.allclose(net(x), net(x * mirror), atol=1e-13)
+        assert isinstance(build(recipe | dict(arch=arch, fourier=None)).embed[0], exp_allen_cahn.Harmonics)
+
+
 def test_fit_after_training(tmp_path, capsys):
     """A small network, 40 steps and the fit: a percent, then a tenth of that; resumed, nothing is left to do; load()
     gives the fitted network."""
@@ -158,6 +170,9 @@ def test_fit_after_training(tmp_path, capsys):
     assert trained < 3e-2 and fitted < 0.1 * trained
     exp_allen_cahn.main([*flags, "--resume"])
     assert f"sfli-gauss/fit rel_l2={fitted:.3e}" in capsys.readouterr().out
+    code = f"from cli import load; print(type(load({str(tmp_path / 'allen_cahn/sfli-gauss/seed0')!r})).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("Even\n"), done.stderr  # cli.py alone finds this script's network
     net = load(tmp_path / "allen_cahn/sfli-gauss/seed0/fit")
     small = dict(nt=11, nx=64, modes=512, steps=100)
     t, x, u = (torch.tensor(a) for a in reference(folder=tmp_path / "allen_cahn", **small))
