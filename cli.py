@@ -121,7 +121,7 @@ def resolve_preset(args, presets):
     elif args.damping or args.momentum is not None:
         fail("--damping and --momentum belong to natural gradient; add --optimizer ng")
     if (getattr(args, "arch", None) or preset["arch"]) != "mlp":
-        preset["first"] = None
+        preset["first"] = None  # --first itself is refused there
     for key in ("warmup", "decay_every"):
         preset[key] *= (args.steps or preset["steps"]) / preset["steps"]
     for key, value in preset.items():

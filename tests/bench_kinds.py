@@ -14,7 +14,6 @@ they are left out where the equation has one.
 import argparse
 import json
 import math
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from torch import nn
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
 import exp_allen_cahn  # noqa: E402
+from cli import commit, relative_l2, sfli_generator  # noqa: E402
 from common import KINDS, MLP, Periodic, Schedule, eps_rank, grid, jet, sfli, train, uniform, volume  # noqa: E402
 from kernels import cpu  # noqa: E402
 from kernels.checkpoint import atomically  # noqa: E402
@@ -199,20 +199,14 @@ def networks(problem, kind, C):
         torch.manual_seed(seed)
         d, embed = len(omega) + len(periods), Periodic(len(omega), periods) if periods else None
         net = problem.get("net", MLP)(d, NETWORK["width"], NETWORK["layers"], embed=embed)
-        draw = torch.Generator().manual_seed(1000003 * seed + 2)
-        nets.append(net if kind == "baseline" else sfli(net, omega, kind, C=C, generator=draw))
+        nets.append(net if kind == "baseline" else sfli(net, omega, kind, C=C, generator=sfli_generator(seed)))
     return nets
-
-
-def relative_l2(net, x, u):
-    with torch.no_grad():
-        return ((net(x)[:, 0] - u).norm() / u.norm()).item()
 
 
 def measure(name, problem, kind, C, steps):
     """Train the five networks of one row; -> what its JSON holds."""
     nets, points, size = networks(problem, kind, C), problem["x"], volume(problem["omega"])
-    error = problem.get("error", lambda net: relative_l2(net, problem["x"], problem["u"]))
+    error = problem.get("error", lambda net: relative_l2(net(problem["x"])[:, 0], problem["u"]))
     ranks = lambda: [eps_rank(net, points, measure=size) for net in nets]
     lr = dict(lr=2e-3, decay=0.1, every=steps)
     row = dict(problem=name, kind=kind, C=C, seeds=SEEDS, eps_rank_initial=ranks())
@@ -229,11 +223,6 @@ def measure(name, problem, kind, C, steps):
                       diverged=diverged, seconds=round(seconds, 1), settings=settings, torch=torch.__version__,
                       threads=torch.get_num_threads(), commit=commit(),
                       command=f"python tests/bench_kinds.py --problem {name}")
-
-
-def commit():
-    command = ["git", "-C", HERE, "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 def table(folder):
